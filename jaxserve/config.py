@@ -1,0 +1,86 @@
+"""The engine's configuration: one frozen dataclass, resolved once. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+DTYPES = ("auto", "float32", "bfloat16")
+POLICIES = ("fcfs", "lpm", "priority")
+ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
+MATMUL_BACKENDS = ("auto", "cpu_ffi", "xla")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user may choose. Raises ValueError naming the field, the value seen and the values allowed.
+
+    model              name known to the resolver, Hugging Face id, folder or GGUF file
+    dtype              "auto": bfloat16 weights (f32 results on CPU); "float32": everything in float32
+    page_dtype         type of cached K/V; "auto": bfloat16 where the attention backend writes it in place,
+                       float32 with dtype float32
+    max_model_len      longest prompt + output in tokens; None: what the model allows, at most 8192
+    page_size          tokens per page; None: 16 on CPU, 64 on GPU
+    num_pages          pages of the pool; None: from kv_cache_bytes
+    kv_cache_bytes     bytes for all pages; None: a share of free memory (memory_fraction), at most what
+                       max_num_rows requests of full length can use
+    max_num_rows       requests that run at once
+    max_step_tokens    tokens computed in one step at most (also the largest prefill chunk); it bounds the wait
+                       between two tokens of a running request
+    policy             order of the waiting queue
+    prefix_cache       share cached prefixes (radix tree)
+    overlap            dispatch a step before the last one's tokens are read
+    deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs
+    seed               for requests without a seed of their own
+    max_waiting        requests in the queue before new ones are refused; 0: no limit
+    warmup             compile and run every program before serving
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    page_dtype: str = "auto"
+    max_model_len: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_fraction: float = 0.3
+    max_num_rows: int = 32
+    max_step_tokens: int = 256
+    policy: str = "fcfs"
+    prefix_cache: bool = True
+    overlap: bool = True
+    deterministic: bool = False
+    attention_backend: str = "auto"
+    matmul_backend: str = "auto"
+    seed: int = 0
+    max_waiting: int = 0
+    warmup: bool = True
+    compile_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("page_dtype", self.page_dtype, DTYPES)
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("matmul_backend", self.matmul_backend, MATMUL_BACKENDS)
+        if self.page_size is not None and (self.page_size < 1 or self.page_size & (self.page_size - 1)):
+            raise ValueError(f"page_size: got {self.page_size}; allowed: a power of two")
+        for name, low in (
+            ("max_model_len", 2), ("num_pages", 2), ("kv_cache_bytes", 1), ("max_num_rows", 1),
+            ("max_step_tokens", 1), ("max_waiting", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}: got {value}; allowed: {low} or more")
+        if self.max_step_tokens < self.max_num_rows:
+            raise ValueError(
+                f"max_step_tokens: got {self.max_step_tokens}; allowed: at least max_num_rows "
+                f"({self.max_num_rows}), so that every running request gets a token in each step"
+            )
+        if not 0.0 < self.memory_fraction <= 0.95:
+            raise ValueError(f"memory_fraction: got {self.memory_fraction}; allowed: above 0 up to 0.95")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}; allowed: {', '.join(allowed)}")

@@ -1,0 +1,150 @@
+"""Typed messages between a front end (HTTP server, LLM) and the engine. msgspec msgpack, never pickle. No jax.
+
+Front end -> engine: AddRequest, AbortRequest, FlushCache, Shutdown.
+Engine -> front end: EngineReady (once, when warm), OutputBatch (one per step), Heartbeat, EngineFailed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxserve.sampling_params import SamplingParams
+
+FINISH_STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+FINISH_LENGTH = "length"  # max_tokens or the context limit
+FINISH_ABORT = "abort"
+FINISH_ERROR = "error"
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One prompt. request_id is made by the front end and unique to it; a second one in flight is refused.
+
+    prompt       token ids, at least one, each inside the vocabulary, fewer than the context
+    namespace    requests share cached prefixes only inside one namespace (cache salt, LoRA, image hashes)
+    priority     lower runs first under the policy "priority"; equal: order of arrival
+    stream_interval  tokens between two outputs of a running request (the first and the last come at once);
+                 0: only one output at the end
+    deadline_s   seconds from arrival after which the request is ended with FINISH_ABORT; None: never
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    namespace: str = ""
+    priority: int = 0
+    stream_interval: int = 1
+    deadline_s: float | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix that no running request uses."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs (at most drain_s seconds), then end."""
+
+    drain_s: float = 0.0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its log-probability, its rank (1 = best) and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new for one continuation (`index` of n) since its last output.
+
+    text         characters that are final: never the start of a possible stop string, never half a character
+    token_ids    tokens behind this output; all sampled tokens appear exactly once, in order. A token that ended
+                 the text (eos, stop token) is included, a token sampled after the stop never is
+    logprobs     one per token of token_ids, if asked for
+    prompt_logprobs   once, with the first output: one per prompt token, None for the first token
+    finish_reason     None while it runs; stop_reason: the stop string or stop token id, None for eos
+    num_prompt_tokens, num_cached_tokens, num_output_tokens   totals so far
+    error        with FINISH_ERROR: what went wrong, in the client's terms
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+    parameter: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges as they are now, and counters since the start. Prometheus names stand in jaxserve/metrics.py."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0  # by running requests
+    num_pages_cached: int = 0  # in the tree and held by nobody
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # prompt tokens of admitted requests
+    num_cached_tokens: int = 0  # of those, found in the cache; counted once per request
+    num_computed_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: dict[str, int] = {}  # by finish reason
+    num_compiles_after_warmup: int = 0
+    step_seconds: float = 0.0  # sum over steps of the time between dispatch and collect
+    host_seconds: float = 0.0  # sum of host time between two dispatches not spent waiting for the device
+    num_reads_without_queue: int = 0  # collects for which no later step was already dispatched
+
+
+class OutputBatch(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[RequestOutput]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent at least once a second, also while idle, by the thread that runs the loop."""
+
+    stats: EngineStats
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end must know to check requests before sending them."""
+
+    name: str
+    tokenizer_path: str  # what jaxserve.tokenizer.load_tokenizer takes
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    max_num_rows: int
+    dtype: str
+    num_pages: int
+    page_size: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    model: ModelInfo
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on; everything in flight is lost. The front end answers it and restarts the engine."""
+
+    reason: str
+
+
+ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown
+FromEngine = EngineReady | OutputBatch | Heartbeat | EngineFailed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,0 +1,150 @@
+"""What the scheduler decides for one step, and what a runner answers. No jax.
+
+scheduler.schedule() -> StepDecision -> runner.dispatch() -> handle -> runner.collect() -> StepResult
+-> scheduler.apply(decision, result). Two steps may be in flight: decision n + 1 is made before result n is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.sampling_params import SamplingParams
+
+LAST_TOKEN = -1  # in RowWork.token_ids: the token last sampled for this row, which only the device knows yet
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowWork:
+    """One request's tokens in one step.
+
+    request_id  the engine's own number of the request
+    row         the request's place in the device tables, 0 <= row < max_num_rows; kept while it runs
+    start       position of the first token computed here = tokens of the request already in the cache
+    token_ids   int32 [num_tokens]; LAST_TOKEN only as the single token of a decoding row
+    pages       int32 [>= ceil((start + num_tokens) / page_size)]: the request's pages in order. A snapshot: the
+                scheduler does not change it afterwards
+    """
+
+    request_id: int
+    row: int
+    start: int
+    token_ids: np.ndarray
+    pages: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleWork:
+    """One row of logits to turn into one token (or one score).
+
+    request_id    whose token it is; with n > 1 the children sample from their parent's last prompt token
+    row           place in the last-token table that receives the token; ignored when is_score
+    token_index   flat index of the token in this step (tokens of decision.rows, one row after another)
+    position      position that the sampled token will take in its sequence: with seed it fixes the draw
+    seed          0 .. 2**64 - 1, of this continuation (made from the request's seed and the index of n)
+    num_outputs   tokens of this request sampled before this one (min_tokens looks at it)
+    params        validated options of the request
+    forced_token  >= 0: take this token instead of sampling; its log-probability is reported all the same
+    is_score      only the log-probabilities are wanted (prompt scoring): the table is left alone
+    """
+
+    request_id: int
+    row: int
+    token_index: int
+    position: int
+    seed: int
+    num_outputs: int
+    params: SamplingParams
+    forced_token: int = -1
+    is_score: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy page `source` to `target` in every layer before this step's forward (copy on write)."""
+
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowReset:
+    """A row begins to belong to a request that uses penalties: the device's token counts start from these.
+
+    prompt_ids and output_ids are int32; output_ids is not empty after a preemption. For rows without penalties
+    no reset is sent: their counts are never read.
+    """
+
+    row: int
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepDecision:
+    """Rows that decode come first (num_decodes of them, one token each), then prefill chunks."""
+
+    step_id: int
+    rows: tuple[RowWork, ...]
+    num_decodes: int
+    samples: tuple[SampleWork, ...]
+    copies: tuple[PageCopy, ...] = ()
+    resets: tuple[RowReset, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens of one step, in the order of decision.samples.
+
+    token_ids      int32 [n]
+    logprobs       float32 [n] or None: log-softmax of the raw logits at the token (None: nobody asked)
+    ranks          int32 [n] or None: how many tokens of the vocabulary score higher, plus 1
+    top_ids        int32 [n, K] or None, best first;  top_logprobs float32 [n, K] or None
+    """
+
+    step_id: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    ranks: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """What the scheduler must know of the device, resolved once by the runner.
+
+    num_pages includes the dummy page 0; usable pages are 1 .. num_pages - 1. max_num_samples bounds
+    len(decision.samples), max_num_rows bounds len(decision.rows), max_step_tokens bounds num_tokens.
+    """
+
+    num_pages: int
+    page_size: int
+    max_num_rows: int
+    max_num_samples: int
+    max_step_tokens: int
+    max_model_len: int
+
+
+class Runner(Protocol):
+    """The device, or the simulator's stand-in for it."""
+
+    geometry: CacheGeometry
+
+    def dispatch(self, decision: StepDecision) -> Any:
+        """Start the step without waiting for it; steps run in the order of dispatch."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a dispatched step and read its tokens. Called once per handle, in order."""
+        ...
