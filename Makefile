@@ -1,0 +1,100 @@
+# make serve    install into .venv, fetch the default model, serve on 127.0.0.1:8000
+# make test     the same environment plus test tools; everything that needs no GPU
+# Needs Python 3.11 or newer with pip and venv, nothing else. Nothing is installed again until pyproject.toml or
+# constraints.txt changes. Caches follow JAXSERVE_CACHE and XDG_CACHE_HOME; PIP_* settings are pip's own.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help serve test check-python lint format clean distclean
+
+MODEL ?= smollm2-135m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+PYTEST_ARGS ?=
+
+# With PYTHON=python3.12 the environment is .venv-3.12, so that versions live side by side; without, the first
+# interpreter that is new enough is taken and the environment is .venv.
+ifeq ($(origin PYTHON),undefined)
+  CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python
+  VENV_SUFFIX :=
+else
+  CANDIDATES := $(PYTHON)
+  VENV_SUFFIX = -$(PYTHON_VERSION)
+endif
+
+# "<command> <version>", nothing if no candidate is new enough. pyenv's shims stand in the PATH for versions that
+# are not activated: those are looked up in pyenv's own folder.
+FOUND := $(shell for name in $(CANDIDATES); do \
+    for command in "$$name" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/"$$name"; do \
+      version=$$("$$command" -c 'import sys; v = sys.version_info; v >= (3, 11) and print("%d.%d" % v[:2])' \
+        2>/dev/null) || continue; \
+      if [ -n "$$version" ]; then echo "$$command $$version"; exit 0; fi; \
+    done; \
+  done)
+PYTHON_COMMAND := $(firstword $(FOUND))
+PYTHON_VERSION := $(word 2,$(FOUND))
+
+VENV ?= .venv$(VENV_SUFFIX)
+BIN := $(VENV)/bin
+MADE := $(VENV)/.made-$(PYTHON_VERSION)
+SERVE_READY := $(VENV)/.ready-serve
+TEST_READY := $(VENV)/.ready-test
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+help:  ## what can be made
+	@echo "make serve [MODEL=$(MODEL)] [PORT=$(PORT)] [ARGS=...]   install and serve (jaxserve serve --help lists ARGS)"
+	@echo "make test [PYTHON=python3.12] [PYTEST_ARGS=...]     install with test tools; lint, import rules, tests"
+	@echo "make lint | format | clean | distclean"
+
+serve: $(SERVE_READY)
+	$(BIN)/jaxserve serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: $(TEST_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check-python:
+	@if [ -z "$(PYTHON_COMMAND)" ]; then \
+	  echo "jaxserve needs Python 3.11 or newer. Looked for: $(CANDIDATES)." >&2; \
+	  for name in $(CANDIDATES); do \
+	    seen=$$("$$name" --version 2>/dev/null) && echo "  $$name is $$seen" >&2; \
+	  done; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3 ..." >&2; exit 1; \
+	fi
+	@if ! "$(PYTHON_COMMAND)" -c 'import venv, ensurepip' 2>/dev/null; then \
+	  echo "$(PYTHON_COMMAND) has no venv or ensurepip module (Debian and Ubuntu: install python3-venv)." >&2; \
+	  exit 1; \
+	fi
+
+# A changed interpreter version has another stamp, so that the folder is made anew.
+$(MADE): | check-python
+	@echo "Making $(VENV) with Python $(PYTHON_VERSION)"
+	@rm -rf "$(VENV)"
+	@"$(PYTHON_COMMAND)" -m venv "$(VENV)"
+	@touch "$@"
+
+$(SERVE_READY): $(MADE) pyproject.toml constraints.txt
+	@echo "Installing jaxserve into $(VENV)"
+	@$(INSTALL) -e . || { echo "The installation failed: pip's message is above." >&2; exit 1; }
+	@touch "$@"
+
+$(TEST_READY): $(MADE) pyproject.toml constraints.txt
+	@echo "Installing jaxserve and its test tools into $(VENV)"
+	@$(INSTALL) -e '.[test]' || { echo "The installation failed: pip's message is above." >&2; exit 1; }
+	@touch "$(SERVE_READY)" "$@"
+
+clean:  ## what tools leave behind; environments stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-*
