@@ -1,0 +1,38 @@
+"""Dense products with weights stored [out, in], whatever the backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
+
+
+def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
+    """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
+
+    With bfloat16 weights x is rounded to bfloat16 and products are summed in float32.
+    Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
+    """
+    if backend not in MATMUL_BACKENDS:
+        raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
+    if w.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
+    return linear_xla(x, w)
+
+
+def linear_xla(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`linear` by XLA's dot_general."""
+    num_tokens = x.shape[0]
+    if num_tokens == 1:
+        # XLA:CPU has a path for one row that widens the whole weight first; two rows are far cheaper.
+        x = jnp.concatenate([x, jnp.zeros_like(x)])
+    out = lax.dot_general(
+        x.astype(w.dtype),
+        w,
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return out[:num_tokens]

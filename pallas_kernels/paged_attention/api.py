@@ -1,0 +1,76 @@
+"""The one entry to attention over paged K/V, whatever the backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.backend import attention_backend_for
+from jaxserve.pallas_kernels.paged_attention.reference import paged_attention_reference
+from jaxserve.pallas_kernels.paged_attention.spec import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    AttentionSpec,
+    check_page_size,
+    page_array_shape_of,
+    page_bytes,
+)
+from jaxserve.pallas_kernels.paged_attention.xla_blocked import paged_attention_xla
+from jaxserve.pallas_kernels.ragged import RaggedBatch
+
+__all__ = ["AttentionSpec", "page_array_shape", "page_bytes", "paged_attention"]
+
+
+def page_array_shape(spec: AttentionSpec, num_pages: int, page_size: int, backend: str) -> tuple[int, ...]:
+    """Shape of one layer's array of `num_pages` pages for `backend`. The page is the leading axis; the rest
+    belongs to the backend. Raises ValueError for an unknown backend or a page size that is no power of two."""
+    check_page_size(page_size)
+    layout = HEAD_MAJOR if attention_backend_for(backend, spec.head_dim, page_size) == "cpu_ffi" else TOKEN_MAJOR
+    return page_array_shape_of(layout, spec, num_pages, page_size)
+
+
+def paged_attention(
+    q: jax.Array,  # [T, H, D] float32
+    k: jax.Array,  # [T, KV, D] float32
+    v: jax.Array,  # [T, KV, D] float32
+    pages: jax.Array,  # page_array_shape(...), float32 or bfloat16
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    page_size: int,
+    backend: str,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,  # [H] float32
+) -> tuple[jax.Array, jax.Array]:
+    """Write this step's K/V into the pages, then attend to them. Returns (out [T, H, D] float32, pages).
+
+    Donate `pages`: the returned array is then the same memory. Tokens past the last row give zeros.
+    With `deterministic` a query token's result is bitwise the same whether it decodes or lies anywhere in a
+    chunk, whatever the other rows, the padding and the number of threads.
+
+    Raises ValueError when shapes, page dtype or `sinks` do not agree with `spec`.
+    """
+    expected = page_array_shape(spec, pages.shape[0], page_size, backend)
+    heads, kv = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
+    for name, array, allowed in (("q", q, heads), ("k", k, kv), ("v", v, kv)):
+        if array.ndim != 3 or array.shape[1:] != allowed:
+            raise ValueError(f"{name}: got shape {array.shape}; allowed: [tokens, {allowed[0]}, {allowed[1]}]")
+    if pages.shape != expected:
+        raise ValueError(f"pages: got shape {pages.shape}; allowed for backend {backend!r}: {expected}")
+    if pages.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: float32, bfloat16")
+    if spec.has_sinks != (sinks is not None):
+        raise ValueError(f"sinks: got {'none' if sinks is None else 'an array'} with has_sinks={spec.has_sinks}")
+    if sinks is not None and sinks.shape != (spec.num_heads,):
+        raise ValueError(f"sinks: got shape {sinks.shape}; allowed: ({spec.num_heads},)")
+
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    chosen = attention_backend_for(backend, spec.head_dim, page_size)
+    if chosen == "cpu_ffi":
+        # Loaded only here: it needs numba, which other platforms do without.
+        from jaxserve.pallas_kernels.paged_attention.cpu_ffi import paged_attention_cpu
+
+        return paged_attention_cpu(q, k, v, pages, batch, spec, sinks=sinks)
+    if chosen == "reference":
+        return paged_attention_reference(q, k, v, pages, batch, spec, sinks=sinks)
+    return paged_attention_xla(q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks)

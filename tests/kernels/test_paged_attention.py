@@ -1,0 +1,227 @@
+"""Every attention backend against a float64 oracle on random ragged batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
+from jaxserve.pallas_kernels.paged_attention.api import (
+    AttentionSpec,
+    page_array_shape,
+    page_bytes,
+    paged_attention,
+)
+from ragged_cases import Case, Row, make_case
+
+BACKENDS = [
+    "reference",
+    "xla",
+    pytest.param(
+        "cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+    ),
+]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5}  # the oracle reads the rounded pages: only f32 sums differ
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "page_size", "backend", "deterministic"), donate_argnums=3)
+def _step(q, k, v, pages, batch, sinks, *, spec, page_size, backend, deterministic=False):
+    return paged_attention(
+        q, k, v, pages, batch, spec,
+        page_size=page_size, backend=backend, deterministic=deterministic, sinks=sinks,
+    )  # fmt: skip
+
+
+def to_layout(token_pages: np.ndarray, spec: AttentionSpec, backend: str) -> np.ndarray:
+    """[page, token, 2, KV, D] as the backend stores it."""
+    num_pages, page_size = token_pages.shape[:2]
+    shape = page_array_shape(spec, num_pages, page_size, backend)
+    return token_pages if shape == token_pages.shape else token_pages.transpose(0, 3, 2, 1, 4)
+
+
+def from_layout(pages: np.ndarray, token_shape: tuple[int, ...]) -> np.ndarray:
+    return pages if pages.shape == token_shape else pages.transpose(0, 3, 2, 1, 4)
+
+
+def run(case: Case, backend: str, *, deterministic: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """(out, pages as [page, token, 2, KV, D])."""
+    pages = jnp.array(to_layout(case.token_pages, case.spec, backend), copy=True)
+    sinks = None if case.sinks is None else jnp.asarray(case.sinks)
+    out, pages = _step(
+        jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), pages, case.batch, sinks,
+        spec=case.spec, page_size=case.page_size, backend=backend, deterministic=deterministic,
+    )  # fmt: skip
+    return np.asarray(out), from_layout(np.asarray(pages), case.token_pages.shape)
+
+
+def assert_right(case: Case, out: np.ndarray, pages: np.ndarray, tolerance: float) -> None:
+    expected = case.oracle()
+    total = sum(row.new for row in case.rows)
+    assert np.isfinite(out).all()
+    assert not out[total:].any()
+    error = np.abs(out - expected).max() / max(np.abs(expected).max(), 1e-6)
+    assert error <= tolerance, f"relative error {error:.2e}"
+    assert pages.tobytes() == case.written_pages().tobytes()
+
+
+row_lists = st.lists(
+    st.one_of(
+        st.builds(Row, cached=st.integers(0, 400), new=st.just(1)),
+        st.builds(Row, cached=st.integers(0, 150), new=st.integers(1, 80)),
+    ),
+    min_size=0,
+    max_size=6,
+).map(lambda rows: sorted(rows, key=lambda row: row.new > 1))
+specs = st.builds(
+    lambda kv, group, dim, window, cap, sinks: AttentionSpec(
+        kv * group, kv, dim, dim**-0.5, sliding_window=window, logit_softcap=cap, has_sinks=sinks
+    ),
+    kv=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 3, 5, 8]),
+    dim=st.sampled_from([16, 64, 80]),
+    window=st.sampled_from([0, 0, 1, 7, 64, 130]),
+    cap=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
+    sinks=st.booleans(),
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestPagedAttention:
+    """What every backend must do."""
+
+    # Each drawn shape is one XLA compilation for the jnp backends, hence few examples.
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @given(
+        spec=specs,
+        rows=row_lists,
+        page_size=st.sampled_from([1, 4, 16, 64]),
+        page_dtype=st.sampled_from(["float32", "bfloat16"]),
+        padding=st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_ragged_batches(self, backend, spec, rows, page_size, page_dtype, padding, seed):
+        case = make_case(
+            np.random.default_rng(seed), spec, rows, page_size, page_dtype,
+            extra_tokens=padding[0], extra_rows=padding[1], extra_pages=padding[2],
+        )  # fmt: skip
+        assert_right(case, *run(case, backend), TOLERANCE[page_dtype])
+
+    @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+    def test_rows_may_share_pages(self, backend, page_dtype):
+        spec = AttentionSpec(4, 2, 32, 0.2)
+        case = make_case(np.random.default_rng(1), spec, [Row(40, 1), Row(40, 6)], 8, page_dtype)
+        table = np.asarray(case.batch.page_table).copy()
+        table[1, :4] = table[0, :4]  # the first 32 tokens are one prefix
+        for contents in (case.keys, case.values):
+            contents[1][:32] = contents[0][:32]
+        case = dataclasses.replace(
+            case, batch=dataclasses.replace(case.batch, page_table=jnp.asarray(table))
+        )
+        assert_right(case, *run(case, backend), TOLERANCE[page_dtype])
+
+    def test_a_prefix_written_in_the_same_step_is_read(self, backend):
+        """Row 1 reads a page that row 0 fills in this very step."""
+        spec = AttentionSpec(3, 3, 16, 0.25)
+        case = make_case(np.random.default_rng(2), spec, [Row(0, 16), Row(16, 4)], 16)
+        table = np.asarray(case.batch.page_table).copy()
+        table[1, 0] = table[0, 0]
+        for contents in (case.keys, case.values):
+            contents[1][:16] = contents[0]
+        case = dataclasses.replace(
+            case, batch=dataclasses.replace(case.batch, page_table=jnp.asarray(table))
+        )
+        assert_right(case, *run(case, backend), 2e-5)
+
+    @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("window", [0, 100])
+    def test_deterministic(self, backend, page_dtype, window):
+        """The last 40 tokens of a sequence of 300: as decode rows, in chunks of several sizes and starts, with
+        other rows before and after: every token's result is bitwise the same."""
+        if backend == "reference":
+            pytest.skip("the reference promises no bitwise equality")
+        spec = AttentionSpec(6, 2, 64, 0.125, sliding_window=window, logit_softcap=20.0, has_sinks=True)
+        rng = np.random.default_rng(3)
+        whole = make_case(rng, spec, [Row(260, 40)], 16, page_dtype)
+        expected, _ = run(whole, backend, deterministic=True)
+        assert_right(whole, *run(whole, backend, deterministic=True), TOLERANCE[page_dtype])
+        for start, count, before, after, padding in (
+            (299, 1, [], [], 0), (260, 1, [Row(5, 1)], [], 3), (260, 7, [Row(90, 1)] * 3, [Row(20, 33)], 5),
+            (267, 33, [], [Row(0, 2)], 1), (281, 2, [Row(511, 1)] * 9, [], 0),
+        ):  # fmt: skip
+            rows = [*before, Row(start, count), *after]
+            case = make_case(rng, spec, rows, 16, page_dtype, extra_tokens=padding, extra_pages=2)
+            _transplant(whole, case, len(before), start, count)
+            out, _ = run(case, backend, deterministic=True)
+            first = sum(row.new for row in before)
+            got, want = out[first : first + count], expected[start - 260 : start - 260 + count]
+            assert got.tobytes() == want.tobytes(), (start, count)
+
+    def test_pages_stay_in_place(self, backend):
+        spec = AttentionSpec(4, 2, 64, 0.125)
+        case = make_case(np.random.default_rng(4), spec, [Row(20, 1), Row(3, 5)], 16)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            pages = jnp.zeros(page_array_shape(spec, 4096, 16, backend), dtype)
+            arrays = [jnp.asarray(x) for x in (case.q, case.k, case.v)]
+            step = _step.lower(*arrays, pages, case.batch, None, spec=spec, page_size=16, backend=backend)
+            compiled = step.compile()
+            assert compiled.memory_analysis().temp_size_in_bytes < pages.nbytes / 4
+            address = pages.unsafe_buffer_pointer()
+            _, pages = compiled(*arrays, pages, case.batch, None)
+            assert pages.unsafe_buffer_pointer() == address
+
+    def test_wrong_arguments_are_named(self, backend):
+        spec = AttentionSpec(4, 2, 64, 0.125)
+        case = make_case(np.random.default_rng(5), spec, [Row(3, 1)], 16)
+        pages = jnp.asarray(to_layout(case.token_pages, spec, backend))
+        q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
+        call = functools.partial(paged_attention, batch=case.batch, page_size=16, backend=backend)
+        with pytest.raises(ValueError, match=r"q: got shape \(1, 4, 32\); allowed: \[tokens, 4, 64\]"):
+            call(q[..., :32], k, v, pages, spec=spec)
+        with pytest.raises(ValueError, match=r"pages: got shape"):
+            call(q, k, v, pages[..., :32], spec=spec)
+        with pytest.raises(ValueError, match="pages: got dtype float16"):
+            call(q, k, v, pages.astype(jnp.float16), spec=spec)
+        with pytest.raises(ValueError, match="sinks: got none with has_sinks=True"):
+            call(q, k, v, pages, spec=dataclasses.replace(spec, has_sinks=True))
+
+
+def _transplant(whole: Case, case: Case, row: int, start: int, count: int) -> None:
+    """Give `row` of `case` the contents of tokens start : start + count of the one row of `whole`."""
+    page_size, offset = whole.page_size, int(np.asarray(whole.batch.seq_len)[0]) - whole.rows[0].new
+    written = whole.written_pages().reshape(-1, *whole.token_pages.shape[2:])
+    flat = case.token_pages.reshape(-1, *case.token_pages.shape[2:])
+    at = np.arange(start)
+    source, target = (
+        np.asarray(c.batch.page_table)[r][at // page_size] * page_size + at % page_size
+        for c, r in ((whole, 0), (case, row))
+    )
+    flat[target] = written[source]
+    first = int(np.asarray(case.batch.query_start)[row])
+    for name in ("q", "k", "v"):
+        getattr(case, name)[first : first + count] = getattr(whole, name)[start - offset : start - offset + count]
+    case.sinks = whole.sinks
+
+
+def test_spec_refuses_bad_values():
+    with pytest.raises(ValueError, match="num_heads: got 5 with num_kv_heads 2"):
+        AttentionSpec(5, 2, 64, 1.0)
+    with pytest.raises(ValueError, match="page_size: got 24; allowed: a power of two"):
+        page_array_shape(AttentionSpec(4, 2, 64, 1.0), 8, 24, "xla")
+    with pytest.raises(ValueError, match="page_dtype: got 'int8'"):
+        page_bytes(AttentionSpec(4, 2, 64, 1.0), 16, "int8")
+    with pytest.raises(ValueError, match="attention backend: got 'cuda'"):
+        page_array_shape(AttentionSpec(4, 2, 64, 1.0), 8, 16, "cuda")
+
+
+def test_page_bytes_agree_with_the_array():
+    for backend in ("xla", "reference"):
+        spec = AttentionSpec(6, 3, 64, 0.1)
+        for name, dtype in (("float32", jnp.float32), ("bfloat16", jnp.bfloat16)):
+            array = jnp.zeros(page_array_shape(spec, 5, 16, backend), dtype)
+            assert array.nbytes == 5 * page_bytes(spec, 16, name)
