@@ -83,12 +83,12 @@ $(MADE): | check-python
 	@touch "$@"
 
 $(SERVE_READY): $(MADE) pyproject.toml constraints.txt
-	@echo "Installing jaxserve into $(VENV)"
+	@echo "Installing jaxserve into $(VENV) (once; about a minute)"
 	@$(INSTALL) -e . || { echo "The installation failed: pip's message is above." >&2; exit 1; }
 	@touch "$@"
 
 $(TEST_READY): $(MADE) pyproject.toml constraints.txt
-	@echo "Installing jaxserve and its test tools into $(VENV)"
+	@echo "Installing jaxserve and its test tools into $(VENV) (once; about a minute)"
 	@$(INSTALL) -e '.[test]' || { echo "The installation failed: pip's message is above." >&2; exit 1; }
 	@touch "$(SERVE_READY)" "$@"
 

@@ -1,0 +1,179 @@
+"""The `jaxserve` command. Starts without jax: each command imports what it runs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import jaxserve
+from jaxserve.bench.command import bench_app
+from jaxserve.cli_options import with_engine_options
+from jaxserve.config import DEFAULT_MODEL, EngineConfig
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+
+app = typer.Typer(
+    name="jaxserve",
+    help="Serve language models compiled by JAX/XLA.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.add_typer(bench_app, name="bench")
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A name (see: jaxserve pull --list), a Hugging Face id, a folder or a GGUF file.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option(help="Talk to this OpenAI-compatible server instead of loading a model here.")
+]
+ApiKeyOption = Annotated[str | None, typer.Option(help="Key for --url.", envvar="OPENAI_API_KEY")]
+
+
+@app.callback()
+def _root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error (anywhere in a command).")
+    ] = False,
+) -> None:
+    """Serve language models compiled by JAX/XLA."""
+
+
+@app.command()
+@with_engine_options
+def serve(
+    engine: dict[str, Any],
+    model: ModelArgument = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)
+    ] = DEFAULT_PORT,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API. Default: MODEL.")] = None,
+) -> None:
+    """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
+    from jaxserve.server.app import ServerSettings, run_server
+
+    settings = ServerSettings(
+        host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name
+    )  # fmt: skip
+    run_server(EngineConfig(model=model, **engine), settings)
+
+
+@app.command()
+@with_engine_options
+def chat(
+    engine: dict[str, Any],
+    model: ModelArgument = DEFAULT_MODEL,
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.", min=1)] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
+) -> None:
+    """Chat in the terminal. With --url, MODEL is not loaded; the server's own is used."""
+    from jaxserve import terminal_chat
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    if url is not None:
+        backend = terminal_chat.http_backend(url, api_key=api_key, options=options)
+    else:
+        backend = terminal_chat.local_backend(EngineConfig(model=model, **engine), options=options)
+    terminal_chat.run_chat(backend, system=system)
+
+
+@app.command()
+@with_engine_options
+def run(
+    engine: dict[str, Any],
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    max_tokens: Annotated[int, typer.Option(help="Longest continuation in tokens.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+) -> None:
+    """Answer one prompt and leave; the text is written as it is made."""
+    from jaxserve import terminal_chat
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    config = EngineConfig(model=model, **engine)
+    for piece in terminal_chat.answer_once(config, text, options=options, is_raw=raw):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command()
+def pull(
+    name: Annotated[
+        str | None, typer.Argument(help="A known name, a Hugging Face id, a folder or a file.")
+    ] = None,
+    list_known: Annotated[bool, typer.Option("--list", help="List the names that need no account.")] = False,
+) -> None:
+    """Fetch a model into the cache and print where it lies."""
+    from jaxserve import hub
+
+    if list_known or name is None:
+        for known in hub.known_models():
+            typer.echo(known)
+        return
+    typer.echo(_location(hub.resolve_model(name)))
+
+
+def _location(resolved: Any) -> Path:
+    return Path(getattr(resolved, "path", resolved))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of jaxserve, Python and JAX."""
+    from jaxserve.bench.report import describe_machine
+
+    machine = describe_machine()
+    typer.echo(f"jaxserve {jaxserve.__version__}")
+    typer.echo(f"python {machine['python']}")
+    for name in ("jax", "jaxlib"):
+        typer.echo(f"{name} {machine['versions'][name] or 'not installed'}")
+
+
+def main() -> None:
+    """Entry point: a mistake costs one line on standard error and exit status 1, never a traceback."""
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    is_debug = "--debug" in arguments[:end]
+    arguments = [a for i, a in enumerate(arguments) if not (a == "--debug" and i < end)]
+    try:
+        app(args=arguments, prog_name="jaxserve")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        if is_debug:
+            raise
+        print(f"jaxserve: {describe_error(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def describe_error(error: Exception) -> str:
+    """One line. Errors that are about what the user gave say so themselves; others name their type."""
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text}. Is the installation complete?"
+    if isinstance(error, ValueError | OSError | RuntimeError) and type(error).__module__ != "jaxlib":
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+if __name__ == "__main__":
+    main()
