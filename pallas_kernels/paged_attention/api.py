@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.paged_attention.spec import (
 from jaxserve.pallas_kernels.paged_attention.xla_blocked import paged_attention_xla
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
-__all__ = ["AttentionSpec", "page_array_shape", "page_bytes", "paged_attention"]
+__all__ = ["AttentionSpec", "page_array_shape", "page_bytes", "paged_attention", "writes_in_place"]
 
 
 def page_array_shape(spec: AttentionSpec, num_pages: int, page_size: int, backend: str) -> tuple[int, ...]:
@@ -26,6 +26,13 @@ def page_array_shape(spec: AttentionSpec, num_pages: int, page_size: int, backen
     check_page_size(page_size)
     layout = HEAD_MAJOR if attention_backend_for(backend, spec.head_dim, page_size) == "cpu_ffi" else TOKEN_MAJOR
     return page_array_shape_of(layout, spec, num_pages, page_size)
+
+
+def writes_in_place(spec: AttentionSpec, page_size: int, page_dtype: str, backend: str, platform: str) -> bool:
+    """Whether new K/V go into donated pages without a copy of the whole array. Only the XLA forms on CPU with
+    bfloat16 pages copy: choose float32 pages there."""
+    chosen = attention_backend_for(backend, spec.head_dim, page_size)
+    return chosen == "cpu_ffi" or platform != "cpu" or page_dtype == "float32"
 
 
 def paged_attention(

@@ -173,9 +173,7 @@ def _attend_tile(
         visible = (position <= last[:, None]) & (position >= first[:, None])  # [N, n]
         scores = jnp.einsum("tkgd,nkd->tkgn", q, block[:, 0], precision="highest")
         scores = _cap_and_mask(scores, visible[:, None, None, :], spec)
-        return _online(
-            state, scores, lambda w: jnp.einsum("tkgn,nkd->tkgd", w, block[:, 1], precision="highest")
-        )
+        return _online(state, scores, lambda w: jnp.einsum("tkgn,nkd->tkgd", w, block[:, 1], precision="highest"))
 
     table = _pad_to_blocks(table, block_pages)
     block_tokens = block_pages * page_size
