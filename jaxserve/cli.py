@@ -32,7 +32,7 @@ ModelArgument = Annotated[
 UrlOption = Annotated[
     str | None, typer.Option(help="Talk to this OpenAI-compatible server instead of loading a model here.")
 ]
-ApiKeyOption = Annotated[str | None, typer.Option(help="Key for --url.", envvar="OPENAI_API_KEY")]
+ApiKeyOption = Annotated[str | None, typer.Option(help="Key for --url.", envvar="JAXSERVE_API_KEY")]
 
 
 @app.callback()
@@ -50,21 +50,20 @@ def serve(
     engine: dict[str, Any],
     model: ModelArgument = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)
-    ] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = DEFAULT_PORT,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API. Default: MODEL.")] = None,
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
+    config = EngineConfig(model=model, **engine)
     from jaxserve.server.app import ServerSettings, run_server
 
     settings = ServerSettings(
         host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name
     )  # fmt: skip
-    run_server(EngineConfig(model=model, **engine), settings)
+    run_server(config, settings)
 
 
 @app.command()
@@ -115,9 +114,7 @@ def run(
 
 @app.command()
 def pull(
-    name: Annotated[
-        str | None, typer.Argument(help="A known name, a Hugging Face id, a folder or a file.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A known name or a Hugging Face id.")] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List the names that need no account.")] = False,
 ) -> None:
     """Fetch a model into the cache and print where it lies."""

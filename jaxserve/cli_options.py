@@ -1,4 +1,4 @@
-"""Command-line options made from EngineConfig, so that a field of the engine is described once. No jax."""
+"""Command-line options made from dataclasses, so that a field is described once. No jax."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 
 from jaxserve.config import ATTENTION_BACKENDS, DTYPES, MATMUL_BACKENDS, POLICIES, EngineConfig
 
-# Field -> help. The order is that of --help. `model` is an argument of the commands, not an option.
-_HELP = {
+# Field of EngineConfig -> help. `model` is an argument of the commands, not an option.
+ENGINE_HELP = {
     "dtype": f"Type of the weights: {', '.join(DTYPES)}.",
     "page_dtype": f"Type of the cached K/V: {', '.join(DTYPES)}.",
     "max_model_len": "Longest prompt + output in tokens. Default: what the model allows, at most 8192.",
@@ -32,48 +32,67 @@ _HELP = {
     "matmul_backend": f"One of {', '.join(MATMUL_BACKENDS)}.",
     "seed": "Seed of requests that bring none.",
     "max_waiting": "Requests in the queue before new ones are refused; 0: no limit.",
-    "warmup": "Compile and run every program before serving.",
+    "warmup": "Compile and run every program before the first request.",
     "compile_cache_dir": "Folder of compiled programs. Default: in the cache folder.",
 }
 
-
-def _engine_parameters() -> list[inspect.Parameter]:
-    types = typing.get_type_hints(EngineConfig)
-    fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
-    parameters = []
-    for name in sorted(
-        fields.keys() - {"model"}, key=lambda n: list(_HELP).index(n) if n in _HELP else len(_HELP)
-    ):
-        flag = name.replace("_", "-")
-        names = (f"--{flag}/--no-{flag}",) if types[name] is bool else (f"--{flag}",)
-        option = typer.Option(
-            *names, help=_HELP.get(name), rich_help_panel="Engine", show_default=fields[name].default is not None
-        )
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=fields[name].default,
-                annotation=Annotated[types[name], option],
-            )  # fmt: skip
-        )
-    return parameters
+Command = Callable[..., Any]
 
 
-def with_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command every field of EngineConfig as an option; it receives them as `engine`, a dict of those that
-    differ from the default. The command itself decides on the model."""
-    parameters = _engine_parameters()
+def with_engine_options(command: Command) -> Command:
+    """Give a command every field of EngineConfig but `model` as an option. It receives `engine`: a dict of those
+    that differ from their default, for EngineConfig(model=..., **engine)."""
+    parameters = [_engine_parameter(field) for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     defaults = {parameter.name: parameter.default for parameter in parameters}
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "engine"]
+
+    def changed(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
+    return _with_parameters(command, "engine", parameters, changed)
+
+
+def with_options_of(name: str, options: type) -> Callable[[Command], Command]:
+    """Give a command every field of the dataclass `options` as an option; it receives an instance as `name`. The
+    fields are Annotated with typer.Option and have defaults."""
+    types = typing.get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
+        for f in dataclasses.fields(options)
+    ]
+    return lambda command: _with_parameters(command, name, parameters, lambda values: options(**values))
+
+
+def _engine_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    kind = typing.get_type_hints(EngineConfig)[field.name]
+    flag = field.name.replace("_", "-")
+    names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+    option = typer.Option(
+        names,
+        help=ENGINE_HELP.get(field.name),
+        rich_help_panel="Engine",
+        show_default=field.default is not None,
+    )
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
+    )
+
+
+def _with_parameters(
+    command: Command,
+    name: str,
+    parameters: list[inspect.Parameter],
+    collect: Callable[[dict[str, Any]], Any],
+) -> Command:
+    """Replace the argument `name` of a command by `parameters`; it is called with collect(their values)."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != name]
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:
-        engine = {name: values.pop(name) for name in defaults}
-        return command(engine={k: v for k, v in engine.items() if v != defaults[k]}, **values)
+        collected = {parameter.name: values.pop(parameter.name) for parameter in parameters}
+        return command(**{name: collect(collected)}, **values)
 
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    wrapped.__signature__ = inspect.Signature(own + parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in own + parameters}
     del wrapped.__wrapped__  # type: ignore[attr-defined]  # inspect would look through to the bare command
+    wrapped.__signature__ = inspect.Signature(kept + parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in kept + parameters}
     return wrapped

@@ -1,8 +1,9 @@
-"""`jaxserve bench`: workloads from options, a target from --url or an engine in this process. No jax."""
+"""`jaxserve bench`: a workload from options, a target from --url or an engine in this process. No jax."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,192 +12,227 @@ import typer
 from jaxserve.bench import load, report, workloads
 from jaxserve.bench.http import HttpTarget
 from jaxserve.bench.workloads import LengthRange, Workload
-from jaxserve.cli_options import with_engine_options
+from jaxserve.cli_options import with_engine_options, with_options_of
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")
+WARMUP_PROMPT_TOKENS, WARMUP_OUTPUT_TOKENS = 64, 4
 
 bench_app = typer.Typer(
     help="Measure an engine in this process, or any OpenAI-compatible server.", no_args_is_help=True
 )
 
-Model = Annotated[str, typer.Argument(help="Model to load here; ignored with --url.")]
-Url = Annotated[str | None, typer.Option(help="Server to measure: http://HOST:PORT.")]
-ApiKey = Annotated[str | None, typer.Option(help="Key for --url.", envvar="OPENAI_API_KEY")]
-ServedModel = Annotated[str | None, typer.Option(help="Model name to ask --url for. Default: its first.")]
-Extensions = Annotated[
-    bool,
-    typer.Option(
-        "--extensions/--no-extensions", help="Send ignore_eos and return_token_ids (vLLM, SGLang, jaxserve)."
-    ),
-]
-VocabSize = Annotated[int, typer.Option(help="Prompt ids are drawn below this.", min=2)]
-Seed = Annotated[int, typer.Option("--workload-seed", help="Seed of the workload.", min=0)]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
-Warmups = Annotated[int, typer.Option(help="Requests before the clock starts.", min=0)]
-NumRequests = Annotated[int, typer.Option(help="Requests (conversations of multi-turn).", min=1)]
+Model = Annotated[str, typer.Argument(help="Model to load here; not with --url.")]
+NumRequests = Annotated[int, typer.Option(help="Requests (multi-turn: conversations).", min=1)]
 Concurrency = Annotated[int, typer.Option(help="Requests under way at once.", min=1)]
 PromptTokens = Annotated[str, typer.Option(help="Prompt length: N or LOW:HIGH.")]
 OutputTokens = Annotated[str, typer.Option(help="Answer length: N or LOW:HIGH.")]
 PrefixTokens = Annotated[int, typer.Option(help="Shared tokens before each request's own.", min=1)]
+VocabSize = Annotated[int, typer.Option(help="Prompt ids are drawn below this.", min=2)]
+WorkloadSeed = Annotated[int, typer.Option(help="Seed of lengths, ids and arrivals.", min=0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """What is measured, and where the figures go."""
+
+    url: Annotated[str | None, typer.Option(help="Server to measure: http://HOST:PORT.")] = None
+    api_key: Annotated[str | None, typer.Option(help="Key for --url.", envvar="JAXSERVE_API_KEY")] = None
+    served_model: Annotated[str | None, typer.Option(help="Model name at --url. Default: its first.")] = None
+    extensions: Annotated[
+        bool, typer.Option(help="Send ignore_eos and return_token_ids, which OpenAI's own API refuses.")
+    ] = True
+    warmup_requests: Annotated[int, typer.Option(help="Requests before the clock starts.", min=0)] = 4
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """A workload by name."""
+
+    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "random"
+    num_requests: NumRequests = 64
+    prompt_tokens: PromptTokens = "32:512"
+    output_tokens: OutputTokens = "16:128"
+    prefix_tokens: PrefixTokens = 1024
+    num_turns: Annotated[int, typer.Option(help="Turns of a multi-turn chat.", min=1)] = 4
+    vocab_size: VocabSize = 30000
+    workload_seed: WorkloadSeed = 0
+
+    def make(self) -> Workload:
+        """Raises ValueError for an unknown name or bad lengths."""
+        prompt, output = LengthRange.parse(self.prompt_tokens), LengthRange.parse(self.output_tokens)
+        drawn = {"vocab_size": self.vocab_size, "seed": self.workload_seed}
+        if self.workload == "random":
+            return workloads.random_lengths(self.num_requests, prompt, output, **drawn)
+        if self.workload == "shared-prefix":
+            return workloads.shared_prefix(self.num_requests, self.prefix_tokens, prompt, output, **drawn)
+        if self.workload == "multi-turn":
+            return workloads.multi_turn(self.num_requests, self.num_turns, prompt, output, **drawn)
+        raise ValueError(f"workload: got {self.workload!r}; allowed: {', '.join(WORKLOADS)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """One workload to measure: a closed loop of `concurrency` clients, or an open loop at `request_rate`."""
+
+    label: str
+    workload: Workload
+    vocab_size: int
+    concurrency: int | None = None
+    request_rate: float | None = None
+    seed: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"concurrency": self.concurrency, "request_rate": self.request_rate}
 
 
 @bench_app.command()
 @with_engine_options
+@with_options_of("target", TargetOptions)
 def latency(
-    engine: dict[str, Any], model: Model = DEFAULT_MODEL, url: Url = None, api_key: ApiKey = None,
-    served_model: ServedModel = None, extensions: Extensions = True, num_requests: NumRequests = 8,
-    prompt_tokens: PromptTokens = "128", output_tokens: OutputTokens = "128", vocab_size: VocabSize = 30000,
-    workload_seed: Seed = 0, warmup_requests: Warmups = 2, json_file: Json = None,
-) -> None:  # fmt: skip
+    engine: dict[str, Any],
+    target: TargetOptions,
+    model: Model = DEFAULT_MODEL,
+    num_requests: NumRequests = 8,
+    prompt_tokens: PromptTokens = "128",
+    output_tokens: OutputTokens = "128",
+    vocab_size: VocabSize = 30000,
+    workload_seed: WorkloadSeed = 0,
+) -> None:
     """One request at a time: time to first token and tokens per second of a single stream."""
     prompt, output = LengthRange.parse(prompt_tokens), LengthRange.parse(output_tokens)
     workload = workloads.random_lengths(num_requests, prompt, output, vocab_size=vocab_size, seed=workload_seed)
-    session = _Session(
-        "latency", model, url, api_key, served_model, extensions, engine, warmup_requests, vocab_size
-    )
-    session.measure([("one stream", workload, {"concurrency": 1})], json_file)
+    _measure("latency", target, model, engine, [_Run("one stream", workload, vocab_size, concurrency=1)])
 
 
 @bench_app.command()
 @with_engine_options
+@with_options_of("target", TargetOptions)
+@with_options_of("asked", WorkloadOptions)
 def throughput(
-    engine: dict[str, Any], model: Model = DEFAULT_MODEL, url: Url = None, api_key: ApiKey = None,
-    served_model: ServedModel = None, extensions: Extensions = True,
-    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "random",
-    num_requests: NumRequests = 64, concurrency: Concurrency = 16, prompt_tokens: PromptTokens = "32:512",
-    output_tokens: OutputTokens = "16:128", prefix_tokens: PrefixTokens = 1024,
-    num_turns: Annotated[int, typer.Option(help="Turns of a multi-turn chat.", min=1)] = 4,
-    vocab_size: VocabSize = 30000, workload_seed: Seed = 0, warmup_requests: Warmups = 4, json_file: Json = None,
-) -> None:  # fmt: skip
+    engine: dict[str, Any],
+    target: TargetOptions,
+    asked: WorkloadOptions,
+    model: Model = DEFAULT_MODEL,
+    concurrency: Concurrency = 16,
+) -> None:
     """A fixed number of clients, each asking again as soon as it is answered."""
-    made = _make_workload(workload, num_requests, prompt_tokens, output_tokens, prefix_tokens, num_turns, vocab_size,
-                          workload_seed)  # fmt: skip
-    session = _Session(
-        "throughput", model, url, api_key, served_model, extensions, engine, warmup_requests, vocab_size
-    )
-    session.measure([(made.name, made, {"concurrency": concurrency})], json_file)
+    run = _Run(f"{asked.workload}, {concurrency} at once", asked.make(), asked.vocab_size, concurrency=concurrency)
+    _measure("throughput", target, model, engine, [run])
 
 
 @bench_app.command()
+@with_options_of("target", TargetOptions)
+@with_options_of("asked", WorkloadOptions)
 def serve(
-    url: Annotated[str, typer.Option(help="Server to measure: http://HOST:PORT.")] = "http://127.0.0.1:8000",
-    api_key: ApiKey = None, served_model: ServedModel = None, extensions: Extensions = True,
+    target: TargetOptions,
+    asked: WorkloadOptions,
     request_rate: Annotated[float, typer.Option(help="Requests per second (Poisson); inf: all at once.")] = 2.0,
     max_concurrency: Annotated[int | None, typer.Option(help="Most requests under way.", min=1)] = None,
-    workload: Annotated[str, typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = "random",
-    num_requests: NumRequests = 64, prompt_tokens: PromptTokens = "32:512", output_tokens: OutputTokens = "16:128",
-    prefix_tokens: PrefixTokens = 1024,
-    num_turns: Annotated[int, typer.Option(help="Turns of a multi-turn chat.", min=1)] = 4,
-    vocab_size: VocabSize = 30000, workload_seed: Seed = 0, warmup_requests: Warmups = 4, json_file: Json = None,
-) -> None:  # fmt: skip
-    """Requests arrive at a rate, whether or not earlier ones are done: what users of a server feel."""
-    made = _make_workload(workload, num_requests, prompt_tokens, output_tokens, prefix_tokens, num_turns, vocab_size,
-                          workload_seed)  # fmt: skip
-    load.arrival_times(1, request_rate, 0)  # refuses a bad rate before anything is sent
-    session = _Session("serve", "", url, api_key, served_model, extensions, {}, warmup_requests, vocab_size)
-    settings = {"request_rate": request_rate, "max_concurrency": max_concurrency}
-    session.measure([(f"{request_rate:g} requests/s", made, settings)], json_file)
+) -> None:
+    """Requests arrive at a rate at --url, whether or not earlier ones are done: what users of a server feel."""
+    if target.url is None:
+        raise ValueError("--url: missing; this mode measures a server (start one with: jaxserve serve)")
+    load.check_rate(request_rate)
+    run = _Run(
+        f"{asked.workload}, {request_rate:g}/s",
+        asked.make(),
+        asked.vocab_size,
+        concurrency=max_concurrency,
+        request_rate=request_rate,
+        seed=asked.workload_seed,
+    )
+    _measure("serve", target, "", {}, [run])
 
 
 @bench_app.command()
 @with_engine_options
+@with_options_of("target", TargetOptions)
 def prefix(
-    engine: dict[str, Any], model: Model = DEFAULT_MODEL, url: Url = None, api_key: ApiKey = None,
-    served_model: ServedModel = None, extensions: Extensions = True, num_requests: NumRequests = 64,
-    concurrency: Concurrency = 16, prefix_tokens: PrefixTokens = 1024, prompt_tokens: PromptTokens = "64",
-    output_tokens: OutputTokens = "32",
+    engine: dict[str, Any],
+    target: TargetOptions,
+    model: Model = DEFAULT_MODEL,
+    num_requests: NumRequests = 64,
+    concurrency: Concurrency = 16,
+    prefix_tokens: PrefixTokens = 1024,
     num_groups: Annotated[int, typer.Option(help="Different prefixes.", min=1)] = 1,
-    vocab_size: VocabSize = 30000, workload_seed: Seed = 0, warmup_requests: Warmups = 4, json_file: Json = None,
-) -> None:  # fmt: skip
-    """The same lengths twice: with a common prefix, and with every prefix different."""
+    prompt_tokens: PromptTokens = "64",
+    output_tokens: OutputTokens = "32",
+    vocab_size: VocabSize = 30000,
+    workload_seed: WorkloadSeed = 0,
+) -> None:
+    """The same lengths twice: with every prefix different, and with a common prefix."""
     own, output = LengthRange.parse(prompt_tokens), LengthRange.parse(output_tokens)
     runs = []
     for is_shared in (False, True):
         workload = workloads.shared_prefix(
-            num_requests, prefix_tokens, own, output, vocab_size=vocab_size, seed=workload_seed,
-            num_groups=num_groups, is_shared=is_shared,
-        )  # fmt: skip
-        runs.append((workload.name, workload, {"concurrency": concurrency}))
-    session = _Session(
-        "prefix", model, url, api_key, served_model, extensions, engine, warmup_requests, vocab_size
-    )
-    session.measure(runs, json_file)
+            num_requests,
+            prefix_tokens,
+            own,
+            output,
+            vocab_size=vocab_size,
+            seed=workload_seed,
+            num_groups=num_groups,
+            is_shared=is_shared,
+        )
+        runs.append(_Run(workload.name, workload, vocab_size, concurrency=concurrency))
+    _measure("prefix", target, model, engine, runs)
 
 
-def _make_workload(
-    name: str, num_requests: int, prompt: str, output: str, prefix_tokens: int, num_turns: int, vocab_size: int,
-    seed: int,
-) -> Workload:  # fmt: skip
-    asked, answered = LengthRange.parse(prompt), LengthRange.parse(output)
-    if name == "random":
-        return workloads.random_lengths(num_requests, asked, answered, vocab_size=vocab_size, seed=seed)
-    if name == "shared-prefix":
-        return workloads.shared_prefix(
-            num_requests, prefix_tokens, asked, answered, vocab_size=vocab_size, seed=seed
-        )  # fmt: skip
-    if name == "multi-turn":
-        return workloads.multi_turn(num_requests, num_turns, asked, answered, vocab_size=vocab_size, seed=seed)
-    raise ValueError(f"workload: got {name!r}; allowed: {', '.join(WORKLOADS)}")
+def _measure(mode: str, options: TargetOptions, model: str, engine: dict[str, Any], runs: list[_Run]) -> None:
+    """Open the target, warm it, run, report. Raises RuntimeError if any request failed, after the report."""
+    if options.url is None:
+        config = EngineConfig(model=model, **engine)
+        results = asyncio.run(_measure_in_process(config, options, runs))
+        document = report.report(mode, model, "in process", results)
+    else:
+        if engine:
+            flag = next(iter(engine)).replace("_", "-")
+            raise ValueError(f"--{flag}: the engine behind --url has its own options")
+        target = HttpTarget(
+            options.url,
+            model=options.served_model,
+            api_key=options.api_key,
+            use_extensions=options.extensions,
+        )
+        results = asyncio.run(_measure_url(target, options, runs))
+        document = report.report(mode, target.model, target.url, results)
+    if options.json_file is not None:
+        report.write_json(options.json_file, document)
+    report.print_report(document)
+    failed = [result.figures for result in results if result.figures["num_failed"]]
+    if failed:
+        raise RuntimeError(f"{sum(f['num_failed'] for f in failed)} requests failed: {failed[0]['first_error']}")
 
 
-class _Session:
-    """One target, opened, warmed and measured; then the report. Raises ValueError if nothing succeeded."""
+async def _measure_url(target: HttpTarget, options: TargetOptions, runs: list[_Run]) -> list[report.Result]:
+    await target.connect()
+    return [await _run(target, options, run) for run in runs]
 
-    def __init__(
-        self, mode: str, model: str, url: str | None, api_key: str | None, served_model: str | None,
-        extensions: bool, engine: dict[str, Any], num_warmups: int, vocab_size: int,
-    ) -> None:  # fmt: skip
-        self._mode = mode
-        self._num_warmups = num_warmups
-        self._vocab_size = vocab_size
-        self._config = None if url is not None else EngineConfig(model=model, **engine)
-        self._http = None
-        if url is not None:
-            if engine:
-                raise ValueError(
-                    f"--{next(iter(engine)).replace('_', '-')}: the engine behind --url has its own options"
-                )
-            self._http = HttpTarget(url, model=served_model, api_key=api_key, use_extensions=extensions)
 
-    def measure(self, runs: list[tuple[str, Workload, dict[str, Any]]], json_file: Path | None) -> None:
-        """runs: (label, workload, settings); settings with request_rate run as an open loop."""
-        results = asyncio.run(self._measure(runs))
-        if self._http is not None:
-            model, target = self._http.model, self._http.url
-        else:
-            model, target = self._config.model, "in process"
-        document = report.report(self._mode, model, target, results)
-        if json_file is not None:
-            report.write_json(json_file, document)
-        report.print_report(document)
-        failed = sum(result.figures["num_failed"] for result in results)
-        if failed:
-            raise RuntimeError(f"{failed} requests failed; the first: {results[0].figures['first_error']}")
+async def _measure_in_process(
+    config: EngineConfig, options: TargetOptions, runs: list[_Run]
+) -> list[report.Result]:
+    # Imports jax: only when a model is loaded here.
+    from jaxserve.bench.in_process import InProcessTarget
 
-    async def _measure(self, runs: list[tuple[str, Workload, dict[str, Any]]]) -> list[report.Result]:
-        if self._http is not None:
-            await self._http.connect()
-            return [await self._run(self._http, *run) for run in runs]
-        # Imports jax: only when a model is loaded here.
-        from jaxserve.bench.in_process import InProcessTarget
+    with InProcessTarget(config) as target:
+        return [await _run(target, options, run) for run in runs]
 
-        with InProcessTarget(self._config) as target:
-            return [await self._run(target, *run) for run in runs]
 
-    async def _run(
-        self, target: load.Target, label: str, workload: Workload, settings: dict[str, Any]
-    ) -> report.Result:
-        for i in range(self._num_warmups):
-            # Other ids than any workload's, so that nothing measured is already cached.
-            ids = workloads.TokenSource((1 << 31, i), self._vocab_size).ids(64)
-            record = await target.complete(ids, 4)
-            if record.error is not None:
-                raise RuntimeError(f"the warm-up request failed: {record.error}")
-        if "request_rate" in settings:
-            records, seconds = await load.run_open_loop(
-                target, workload, settings["request_rate"], max_concurrency=settings["max_concurrency"]
-            )
-        else:
-            records, seconds = await load.run_closed_loop(target, workload, settings["concurrency"])
-        return report.Result(label, workload, settings, report.summarize(records, seconds))
+async def _run(target: load.Target, options: TargetOptions, run: _Run) -> report.Result:
+    for i in range(options.warmup_requests):
+        # A seed that no workload has, so that nothing measured is already cached.
+        ids = workloads.TokenSource((1 << 31, i), run.vocab_size).ids(WARMUP_PROMPT_TOKENS)
+        record = await target.complete(ids, WARMUP_OUTPUT_TOKENS)
+        if record.error is not None:
+            raise RuntimeError(f"a warm-up request failed: {record.error}")
+    if run.request_rate is None:
+        records, seconds = await load.run_closed_loop(target, run.workload, run.concurrency)
+    else:
+        records, seconds = await load.run_open_loop(
+            target, run.workload, run.request_rate, seed=run.seed, max_concurrency=run.concurrency
+        )
+    return report.Result(run.label, run.workload, run.settings, report.summarize(records, seconds))

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as a target of load. No jax.
 
-One asyncio stream per request and typed JSON decoding: on a machine that also runs the server, the client must cost
-little, and a general HTTP client costs more per streamed token than the figures that are to be told apart.
+One asyncio stream per request and typed JSON decoding: on a machine that also runs the server the client must cost
+little, and a general HTTP client costs more per streamed token than the differences that are to be seen.
 """
 
 from __future__ import annotations

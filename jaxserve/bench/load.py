@@ -52,7 +52,7 @@ class RequestRecord:
 
 
 class Target(Protocol):
-    """Something that continues prompts. complete() never raises for one failed request: see RequestRecord.error."""
+    """Something that continues prompts. A failed request does not raise: see RequestRecord.error."""
 
     async def complete(self, prompt: Sequence[int], max_tokens: int) -> RequestRecord: ...
 
@@ -98,10 +98,15 @@ async def run_closed_loop(
     return records, time.perf_counter() - start
 
 
+def check_rate(rate: float) -> None:
+    """Raise ValueError unless requests can arrive at this rate."""
+    if not rate > 0:
+        raise ValueError(f"request_rate: got {rate}; allowed: above 0 (inf: all at once)")
+
+
 def arrival_times(count: int, rate: float, seed: int) -> np.ndarray:
     """float64 [count]: seconds of Poisson arrivals at `rate` per second, the first at 0; rate inf: all at 0."""
-    if not rate > 0:
-        raise ValueError(f"request rate: got {rate}; allowed: above 0 (inf: all at once)")
+    check_rate(rate)
     if np.isinf(rate):
         return np.zeros(count)
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, size=count)

@@ -1,7 +1,7 @@
 """Seeded synthetic workloads as token ids: the same arguments give the same requests on every machine.
 
-Prompts are random token ids, so that no two requests share a prefix unless the workload says so. All lengths are in
-tokens. A workload is a list of conversations; a plain request is a conversation of one turn.
+Prompts are random token ids, so that no two requests share a prefix unless the workload says so. All lengths are
+in tokens. A workload is a list of conversations; a plain request is a conversation of one turn.
 """
 
 from __future__ import annotations
