@@ -1,0 +1,153 @@
+"""A small emitter of vector code: 16 float32 lanes as LLVM IR, lowered by LLVM to what the CPU has.
+
+numba's own vectoriser does not keep the accumulators of attention and product loops in registers. Every
+operation here has one fixed order and no fast-math flag, so that a value does not depend on how many
+neighbours are computed with it.
+"""
+
+from __future__ import annotations
+
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import BYTE_POINTER, FLOAT, I8, I16, I32, I64
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+VECTOR = ir.VectorType(FLOAT, LANES)
+INT_VECTOR = ir.VectorType(I32, LANES)
+MASKED = -1e30  # score of a token that is not visible; finite, so that differences stay finite
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+class Emitter:
+    """Vector operations at the position of an llvmlite builder. Addresses are i64 values."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.b = builder
+
+    def function(self, name: str, result: ir.Type, args: list[ir.Type]) -> ir.Function:
+        return cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, args), name)
+
+    def const(self, value: int) -> ir.Constant:
+        return ir.Constant(I64, value)
+
+    def splat_const(self, value: float) -> ir.Constant:
+        return ir.Constant(VECTOR, [value] * LANES)
+
+    def at(self, address: ir.Value, offset: int | ir.Value) -> ir.Value:
+        if isinstance(offset, int):
+            if offset == 0:
+                return address
+            offset = self.const(offset)
+        return self.b.add(address, offset)
+
+    def load(self, address: ir.Value, type_: ir.Type = VECTOR, align: int = 4) -> ir.Value:
+        return self.b.load(self.b.inttoptr(address, type_.as_pointer()), align=align)
+
+    def store(self, value: ir.Value, address: ir.Value, align: int = 4) -> None:
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=align)
+
+    def load_as_float(self, address: ir.Value, kind: str) -> ir.Value:
+        """16 consecutive elements of `kind` as float32."""
+        b = self.b
+        if kind == "float32":
+            return self.load(address)
+        if kind == "bfloat16":
+            wide = b.zext(self.load(address, ir.VectorType(I16, LANES), 2), INT_VECTOR)
+            return b.bitcast(b.shl(wide, ir.Constant(INT_VECTOR, [16] * LANES)), VECTOR)
+        if kind == "int8":
+            return b.sitofp(b.sext(self.load(address, ir.VectorType(I8, LANES), 1), INT_VECTOR), VECTOR)
+        raise ValueError(f"element kind: got {kind!r}; allowed: {', '.join(ELEMENT_BYTES)}")
+
+    def store_as(self, value: ir.Value, address: ir.Value, kind: str) -> None:
+        """Store 16 float32 as `kind`, bfloat16 rounded to nearest even, NaN kept."""
+        if kind == "float32":
+            self.store(value, address)
+            return
+        b = self.b
+
+        def ints(x: int) -> ir.Constant:
+            return ir.Constant(INT_VECTOR, [x] * LANES)
+
+        bits = b.bitcast(value, INT_VECTOR)
+        odd = b.and_(b.lshr(bits, ints(16)), ints(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, ints(0x7FFF))), ints(16))
+        nan = b.or_(b.and_(b.lshr(bits, ints(16)), ints(0x8000)), ints(0x7FC0))
+        rounded = b.select(b.fcmp_unordered("uno", value, value), nan, rounded)
+        self.store(b.trunc(rounded, ir.VectorType(I16, LANES)), address, 2)
+
+    def splat(self, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
+        b, type_ = self.b, ir.VectorType(scalar.type, lanes)
+        undefined = ir.Constant(type_, ir.Undefined)
+        one = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+    def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        lanes = x.type.count
+        return self.b.call(self.function(f"llvm.fma.v{lanes}f32", x.type, [x.type] * 3), [x, y, z])
+
+    def max(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def _halves(self, v: ir.Value) -> tuple[ir.Value, ir.Value]:
+        half = v.type.count // 2
+        undefined = ir.Constant(v.type, ir.Undefined)
+        index = ir.VectorType(I32, half)
+        low = self.b.shuffle_vector(v, undefined, ir.Constant(index, list(range(half))))
+        return low, self.b.shuffle_vector(v, undefined, ir.Constant(index, list(range(half, 2 * half))))
+
+    def lane(self, v: ir.Value, i: int) -> ir.Value:
+        return self.b.extract_element(v, ir.Constant(I32, i))
+
+    def sum_lanes(self, v: ir.Value) -> ir.Value:
+        while v.type.count > 2:
+            v = self.b.fadd(*self._halves(v))
+        return self.b.fadd(self.lane(v, 0), self.lane(v, 1))
+
+    def max_lanes(self, v: ir.Value) -> ir.Value:
+        while v.type.count > 2:
+            v = self.max(*self._halves(v))
+        return self.max(self.lane(v, 0), self.lane(v, 1))
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """e**x for x <= 0, relative error below 3e-7; exactly 1 at 0; anything below -87 counts as -87."""
+        b = self.b
+        scaled = b.fmul(self.max(x, self.splat_const(-87.0)), self.splat_const(1.4426950408889634))
+        whole = b.call(self.function("llvm.rint.v16f32", VECTOR, [VECTOR]), [scaled])
+        rest = b.fsub(scaled, whole)
+        power = self.splat_const(1.5403530393381609e-4)  # 2**rest, |rest| <= 1/2: Taylor series
+        for coefficient in (
+            1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
+            2.402265069591007e-1, 6.931471805599453e-1, 1.0,
+        ):  # fmt: skip
+            power = self.fma(power, rest, self.splat_const(coefficient))
+        exponent = b.add(b.fptosi(whole, INT_VECTOR), ir.Constant(INT_VECTOR, [127] * LANES))
+        return b.fmul(power, b.bitcast(b.shl(exponent, ir.Constant(INT_VECTOR, [23] * LANES)), VECTOR))
+
+    def exp_scalar(self, x: ir.Value) -> ir.Value:
+        return self.lane(self.exp(self.splat(x)), 0)
+
+    def tanh(self, x: ir.Value) -> ir.Value:
+        b, zero, one = self.b, self.splat_const(0.0), self.splat_const(1.0)
+        is_negative = b.fcmp_ordered("<", x, zero)
+        decay = self.exp(b.fmul(b.select(is_negative, b.fsub(zero, x), x), self.splat_const(-2.0)))
+        y = b.fdiv(b.fsub(one, decay), b.fadd(one, decay))
+        return b.select(is_negative, b.fsub(zero, y), y)
+
+    def prefetch(self, address: ir.Value) -> None:
+        function = self.function("llvm.prefetch.p0", ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
+        args = [self.b.inttoptr(address, BYTE_POINTER), *(ir.Constant(I32, x) for x in (0, 3, 1))]
+        self.b.call(function, args)
+
+    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
+        """16 vectors of 16 lanes of 32 bits, rows and lanes exchanged."""
+        rows = list(rows)
+        for step in (8, 4, 2, 1):
+            low = [j if not j & step else LANES + j - step for j in range(LANES)]
+            high = [j + step if not j & step else LANES + j for j in range(LANES)]
+            for i in range(LANES):
+                if not i & step:
+                    x, y = rows[i], rows[i + step]
+                    rows[i] = self.b.shuffle_vector(x, y, ir.Constant(INT_VECTOR, low))
+                    rows[i + step] = self.b.shuffle_vector(x, y, ir.Constant(INT_VECTOR, high))
+        return rows
