@@ -1,0 +1,400 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+step() dispatches step n + 1 before it reads the tokens of step n, so that the device has work while the host makes
+text. An Engine belongs to one thread: engine_process runs it behind a socket, engine_thread beside a notebook.
+
+What can go wrong is sorted by whom it concerns. A client's mistake, or an exception while the text of one request
+is made, ends that request with FINISH_ERROR. An exception from the scheduler or the runner leaves their state
+unknown: step() raises EngineCrash, and again whenever it is called afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jaxserve.admission import Limits, RequestMaker
+from jaxserve.config import EngineConfig
+from jaxserve.continuation import Continuation, Deadlines, Group
+from jaxserve.detokenizer import Detokenizer, TokenBytes
+from jaxserve.messages import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_STOP,
+    AbortRequest,
+    AddRequest,
+    EngineStats,
+    FlushCache,
+    ModelInfo,
+    RequestOutput,
+    Shutdown,
+    ToEngine,
+)
+from jaxserve.request import TokenEvent
+from jaxserve.sampling_params import InvalidParameter
+from jaxserve.scheduler.decision import Runner, StepDecision
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.trace import StepRecord, StepTrace
+
+logger = logging.getLogger(__name__)
+
+STALL_SECONDS = 30.0  # without any decision while requests wait and nothing is in flight: a defect, not patience
+
+
+class EngineCrash(RuntimeError):
+    """The engine cannot go on. Everything in flight is lost."""
+
+
+class _Flight(NamedTuple):
+    """A dispatched step whose tokens were not read yet."""
+
+    decision: StepDecision
+    handle: Any
+    start: float
+    end: float
+    host_seconds: float
+
+
+class Engine:
+    """Schedules, runs and detokenises requests over one runner. Not thread-safe.
+
+    runner     what computes; its geometry bounds everything. closed by close() if it has a close()
+    tokenizer  bytes of tokens; ids of control tokens
+    model      what front ends are told (EngineReady); its max_model_len and vocab_size are checked here
+    clock      seconds, for arrivals and deadlines (the simulator gives a virtual one)
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: TokenBytes,
+        config: EngineConfig,
+        *,
+        model: ModelInfo,
+        clock: Callable[[], float] = time.monotonic,
+        trace_capacity: int = 4096,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.tokenizer = tokenizer
+        self.trace = StepTrace(trace_capacity)
+        self._runner = runner
+        self._clock = clock
+        self._detokenizer = Detokenizer(tokenizer)
+        self.scheduler = Scheduler(
+            runner.geometry,
+            policy=config.policy,
+            prefix_cache=config.prefix_cache,
+            deterministic=config.deterministic,
+            clock=clock,
+        )
+        self._depth = 2 if config.overlap else 1
+        geometry = runner.geometry
+        self._limits = Limits(
+            vocab_size=model.vocab_size,
+            max_model_len=min(model.max_model_len, geometry.max_model_len),
+            max_cached_tokens=(geometry.num_pages - 1) * geometry.page_size,
+        )
+        self._maker = RequestMaker(self._limits, frozenset(model.eos_token_ids), config.seed)
+        self._groups: dict[str, Group] = {}
+        self._by_number: dict[int, Continuation] = {}
+        self._deadlines = Deadlines()
+        self._flying: deque[_Flight] = deque()
+        self._outbox: list[RequestOutput] = []
+        self._failure: str | None = None
+        self._closes_at: float | None = None
+        self._stalled_since: float | None = None
+        self._last_dispatch = math.nan  # NaN after an idle time
+        self._waited = 0.0  # seconds spent in collect() since the last dispatch
+        self._finished: Counter[str] = Counter()
+        self._num_steps = self._num_output_tokens = self._num_prefill_tokens = self._num_dry_reads = 0
+        self._step_seconds = self._host_seconds = 0.0
+
+    def handle(self, message: ToEngine) -> None:
+        """Take one message. Answers come with the next step(), a failure of the scheduler as well."""
+        try:
+            if isinstance(message, AddRequest):
+                self.add(message)
+            elif isinstance(message, AbortRequest):
+                self.abort(message.request_id)
+            elif isinstance(message, FlushCache):
+                self.flush_cache()
+            elif isinstance(message, Shutdown):
+                self.shutdown(message.drain_s)
+        except Exception as error:
+            self._crash(error)
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a prompt, or answer each of its n continuations with FINISH_ERROR saying what is wrong with it."""
+        try:
+            self._check_open(message)
+            self._limits.check(message)
+            self._admit(message)
+        except InvalidParameter as mistake:
+            self._refuse(message, str(mistake), mistake.parameter)
+        except Exception as error:
+            logger.exception("request %s could not be queued", message.request_id)
+            self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
+
+    def _check_open(self, message: AddRequest) -> None:
+        """Raise InvalidParameter for an id in flight, a full queue or a shutdown (the last two will pass)."""
+        if message.request_id in self._groups:
+            raise InvalidParameter("request_id", message.request_id, "an id that is not in flight")
+        if self._closes_at is not None:
+            raise InvalidParameter("engine", "a new request", "none, the engine is shutting down")
+        if self.config.max_waiting:
+            num_waiting = self.scheduler.stats().num_waiting
+            if num_waiting >= self.config.max_waiting:
+                raise InvalidParameter(
+                    "max_waiting",
+                    f"a request behind {num_waiting} others",
+                    f"{self.config.max_waiting} in the queue",
+                )
+
+    def abort(self, request_id: str) -> None:
+        """End a request with FINISH_ABORT. An id that is not in flight (any more) is no mistake."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._abort(group)
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes that nobody uses."""
+        self.scheduler.flush_cache()
+
+    def shutdown(self, drain_s: float) -> None:
+        """Refuse new requests; end what still runs after `drain_s` seconds. A second call can only shorten it."""
+        closes_at = self._clock() + max(drain_s, 0.0)
+        self._closes_at = closes_at if self._closes_at is None else min(closes_at, self._closes_at)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has something to do now."""
+        return bool(self._groups or self._flying or self._outbox)
+
+    @property
+    def is_drained(self) -> bool:
+        """After shutdown(): whether nothing is left to do."""
+        return self._closes_at is not None and not self.has_work
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step() found nothing that could run; the loop should rest a moment before the next."""
+        return self._stalled_since is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatch what can run, read the oldest step in flight, and return what became known with it.
+
+        Raises EngineCrash when the scheduler or the runner failed.
+        """
+        if self._failure is not None:
+            raise EngineCrash(self._failure)
+        try:
+            self._expire()
+            self._dispatch()
+            if self._flying:
+                self._collect()
+        except Exception as error:
+            self._crash(error)
+            raise EngineCrash(self._failure) from error
+        if not self._groups and not self._flying:
+            self._last_dispatch = math.nan
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Gauges now and counters since the start."""
+        scheduler = self.scheduler.stats()
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pages=scheduler.num_pages,
+            num_pages_held=scheduler.num_pages_held,
+            num_pages_cached=scheduler.num_pages_cached,
+            num_steps=self._num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_computed_prefill_tokens=self._num_prefill_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished=dict(self._finished),
+            num_compiles_after_warmup=int(getattr(self._runner, "compiles_after_warmup", 0)),
+            step_seconds=self._step_seconds,
+            host_seconds=self._host_seconds,
+            num_reads_without_queue=self._num_dry_reads,
+        )
+
+    def close(self) -> None:
+        """Release the device. The engine cannot be used afterwards."""
+        self._failure = self._failure or "the engine was closed"
+        close = getattr(self._runner, "close", None)
+        if close is not None:
+            close()
+
+    def _admit(self, message: AddRequest) -> None:
+        requests = self._maker.make(message, self._clock())
+        group = Group(message)
+        group.join(requests, self._detokenizer)
+        for num_added, request in enumerate(requests):
+            try:
+                self.scheduler.add(request)
+            except Exception:
+                for earlier in requests[:num_added]:
+                    self.scheduler.abort(earlier.number)
+                raise
+        self._groups[message.request_id] = group
+        self._by_number.update((member.request.number, member) for member in group.members)
+        if message.deadline_s is not None:
+            self._deadlines.push(self._clock() + message.deadline_s, group)
+
+    def _crash(self, error: Exception) -> None:
+        logger.error("the engine cannot go on", exc_info=error)
+        self._failure = f"{type(error).__name__}: {error}"
+
+    def _refuse(self, message: AddRequest, error: str, parameter: str | None) -> None:
+        self._finished[FINISH_ERROR] += message.params.n
+        for index in range(message.params.n):
+            self._outbox.append(
+                RequestOutput(
+                    request_id=message.request_id,
+                    index=index,
+                    finish_reason=FINISH_ERROR,
+                    num_prompt_tokens=len(message.prompt),
+                    error=error,
+                    parameter=parameter,
+                )
+            )
+
+    def _dispatch(self) -> None:
+        while len(self._flying) < self._depth:
+            decision = self.scheduler.schedule()
+            if decision is None:
+                break
+            start = time.perf_counter()
+            handle = self._runner.dispatch(decision)
+            end = time.perf_counter()
+            host_seconds = end - self._last_dispatch - self._waited
+            if not math.isnan(host_seconds):
+                self._host_seconds += host_seconds
+            self._last_dispatch, self._waited = end, 0.0
+            self._flying.append(_Flight(decision, handle, start, end, host_seconds))
+            self._num_prefill_tokens += decision.num_tokens - decision.num_decodes
+        self._watch_for_stalls()
+
+    def _collect(self) -> None:
+        flight = self._flying.popleft()
+        decision = flight.decision
+        start = time.perf_counter()
+        result = self._runner.collect(flight.handle)
+        end = time.perf_counter()
+        self._waited += end - start
+        self._num_steps += 1
+        self._step_seconds += end - flight.end
+        self._num_dry_reads += not self._flying
+        self.trace.append(
+            StepRecord(
+                step_id=decision.step_id,
+                num_tokens=decision.num_tokens,
+                num_rows=len(decision.rows),
+                num_decodes=decision.num_decodes,
+                dispatch_start=flight.start,
+                dispatch_end=flight.end,
+                collect_start=start,
+                collect_end=end,
+                queue_depth=len(self._flying),
+                host_seconds=flight.host_seconds,
+            )
+        )
+        self._take(self.scheduler.apply(decision, result))
+
+    def _take(self, events: Iterable[TokenEvent]) -> None:
+        touched: dict[int, Continuation] = {}
+        for event in events:
+            number = event.request.number
+            member = self._by_number.get(number)
+            if member is None:
+                continue
+            try:
+                member.take(event)
+            except Exception as error:
+                self._fail(member, error)
+                continue
+            touched[number] = member
+        for member in touched.values():
+            if not member.is_done:
+                try:
+                    self._answer(member)
+                except Exception as error:
+                    self._fail(member, error)
+
+    def _answer(self, member: Continuation) -> None:
+        request = member.request
+        num_before = member.num_output_tokens
+        stop = member.advance()
+        self._num_output_tokens += member.num_output_tokens - num_before
+        if stop is not None:
+            if not request.is_finished:
+                self.scheduler.finish(request.number, FINISH_STOP, stop)
+            self._end(member, FINISH_STOP, stop_reason=stop)
+        elif request.finish_reason is not None:
+            self._end(member, request.finish_reason, stop_reason=request.stop_reason)
+        elif member.is_due:
+            self._outbox.append(member.output())
+
+    def _end(
+        self,
+        member: Continuation,
+        reason: str,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+        parameter: str | None = None,
+    ) -> None:
+        """The last output of a continuation, whose request the scheduler has already finished."""
+        output = member.last_output(reason, stop_reason=stop_reason, error=error, parameter=parameter)
+        self._outbox.append(output)
+        self._finished[output.finish_reason or reason] += 1
+        del self._by_number[member.request.number]
+        group = member.group
+        group.num_unfinished -= 1
+        if not group.num_unfinished:
+            del self._groups[group.message.request_id]
+
+    def _fail(self, member: Continuation, error: Exception) -> None:
+        """An exception while the output of one request was made ends that request alone."""
+        request = member.request
+        logger.error("request %s failed", member.group.message.request_id, exc_info=error)
+        if not request.is_finished:
+            self.scheduler.finish(request.number, FINISH_ERROR, None)
+        if request.number in self._by_number:
+            self._end(member, FINISH_ERROR, error=f"the output could not be made: {type(error).__name__}: {error}")
+
+    def _abort(self, group: Group, *, error: str | None = None, parameter: str | None = None) -> None:
+        for member in group.members:
+            if not member.is_done:
+                self.scheduler.abort(member.request.number)
+                self._end(member, FINISH_ABORT, error=error, parameter=parameter)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for group in self._deadlines.pop_due(now):
+            if group.num_unfinished:
+                limit = f"{group.message.deadline_s:g} s"
+                self._abort(group, error=f"deadline_s: not done after {limit}", parameter="deadline_s")
+        if self._closes_at is not None and now >= self._closes_at:
+            for group in list(self._groups.values()):
+                self._abort(group, error="the engine is shutting down", parameter="engine")
+
+    def _watch_for_stalls(self) -> None:
+        """Raise if requests wait, nothing runs and nothing is decided for STALL_SECONDS."""
+        if self._flying or not self._groups:
+            self._stalled_since = None
+            return
+        now = time.perf_counter()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > STALL_SECONDS:
+            raise RuntimeError(f"no step could be scheduled for {STALL_SECONDS:g} s: {self.scheduler.stats()}")

@@ -1,0 +1,139 @@
+"""The process that owns the device: `python -m jaxserve.engine_process --config JSON --socket ipc://PATH`.
+
+It connects to the front end's socket (engine_link says how both sides do it), loads the model, compiles, sends
+EngineReady and serves. It ends
+
+    0  after a Shutdown message, or SIGTERM: what runs is finished within --drain seconds, the rest aborted
+    1  when the model cannot be loaded or the engine crashed; EngineFailed has been sent
+    2  when its command line is wrong
+    3  at once when its parent is gone
+
+SIGINT is ignored: Ctrl-C in a terminal reaches both processes, and the front end decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import zmq
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.engine_link import check_address, open_socket, parse_config
+from jaxserve.engine_loop import EngineLoop
+from jaxserve.messages import EngineFailed, ModelInfo, encode
+from jaxserve.runner.runner import ModelRunner
+from jaxserve.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED, EXIT_USAGE, EXIT_ORPHANED = 1, 2, 3
+DRAIN_S = 30.0
+_PARENT_POLL_S = 0.5
+
+Progress = Callable[..., None]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load, compile and warm up. For a bad checkpoint: what the loader raises, naming the tensor."""
+    runner = ModelRunner(config, progress)
+    tokenizer = load_tokenizer(runner.source.path)
+    geometry = runner.geometry
+    model = ModelInfo(
+        name=runner.source.name,
+        tokenizer_path=str(runner.source.path),
+        vocab_size=runner.model_config.vocab_size,
+        max_model_len=geometry.max_model_len,
+        eos_token_ids=sorted(tokenizer.eos_token_ids),
+        max_num_rows=geometry.max_num_rows,
+        dtype=str(runner.dtype),
+        num_pages=geometry.num_pages,
+        page_size=geometry.page_size,
+    )
+    return Engine(runner, tokenizer, config, model=model)
+
+
+def watch_parent(parent: int) -> None:
+    """End this process soon after process `parent` is no longer its parent, also in the middle of a compilation.
+
+    A thread that polls: the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* that started this
+    process ends, which a server's start-up thread may do early.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _print_progress(*words: object) -> None:
+    print("jaxserve engine:", *words, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="jaxserve.engine_process", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--config", required=True, help="EngineConfig: JSON, or the path of a JSON or msgpack file"
+    )
+    parser.add_argument("--socket", required=True, help="ipc://PATH in a folder with mode 0700")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="end when this is no longer the parent")
+    parser.add_argument("--drain", type=float, default=DRAIN_S, help="seconds to finish requests after SIGTERM")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the engine; returns the exit status."""
+    options = _parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
+    try:
+        config = parse_config(options.config)
+        check_address(options.socket)
+    except (ValueError, OSError) as error:
+        print(f"jaxserve.engine_process: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    watch_parent(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with zmq.Context() as context, open_socket(context, options.socket, bind=False) as socket:
+        try:
+            engine = build_engine(config, _print_progress)
+        except Exception as error:
+            logger.exception("the engine could not be started")
+            socket.send(encode(EngineFailed(f"{type(error).__name__}: {error}")))
+            return EXIT_FAILED
+        return _serve(engine, socket, options.drain)
+
+
+def _serve(engine: Engine, socket: zmq.Socket, drain_s: float) -> int:
+    loop = EngineLoop(engine, socket)
+    num_signals = 0
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        loop.stop(drain_s if num_signals == 1 else 0.0)
+
+    signal.signal(signal.SIGTERM, terminate)
+    # Everything alive now stays alive: later collections need not look at it.
+    gc.collect()
+    gc.freeze()
+    try:
+        return 0 if loop.run() else EXIT_FAILED
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
