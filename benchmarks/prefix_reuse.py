@@ -1,0 +1,105 @@
+"""What the prefix cache saves on a shared prefix, and what it costs where nothing is shared.
+
+    python benchmarks/prefix_reuse.py [--requests 64] [--rounds 3] [--json out.json]
+
+Two engines, prefix cache on and off, in turn. All requests of a round arrive at once and the cache is empty, so that
+the shared prefix must be computed once although many want it together. `computed / ideal` counts prefill tokens: the
+ideal is the prefix once and everybody's own tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import alternating
+
+from jaxserve.bench import load, report, workloads
+from jaxserve.bench.in_process import InProcessTarget
+from jaxserve.bench.workloads import LengthRange, Workload
+from jaxserve.config import EngineConfig
+
+
+def run(target: InProcessTarget, workload: Workload, ideal: int) -> alternating.Figures:
+    target.flush_cache()
+    before = target.engine.stats()
+    concurrency = len(workload.conversations)
+    records, seconds = asyncio.run(load.run_closed_loop(target, workload, concurrency))
+    figures = report.summarize(records, seconds)
+    if figures["num_failed"]:
+        raise RuntimeError(f"{figures['num_failed']} requests failed: {figures['first_error']}")
+    computed = target.engine.stats().num_computed_prefill_tokens - before.num_computed_prefill_tokens
+    return {
+        "seconds": seconds,
+        "total tok/s": figures["total_tok_s"],
+        "output tok/s": figures["output_tok_s"],
+        "ttft mean s": figures["ttft_s"]["mean"],
+        "computed prefill tokens": computed,
+        "computed / ideal": computed / ideal,
+        "cached tokens": figures["num_cached_tokens"],
+    }
+
+
+def main() -> None:
+    parser = alternating.make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--unique-requests", type=int, default=16, help="of the run where nothing is shared")
+    parser.add_argument("--prefix-tokens", type=int, default=1024)
+    parser.add_argument("--own-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--max-num-rows", type=int, default=32)
+    options = parser.parse_args()
+    own, output = LengthRange(options.own_tokens, options.own_tokens), LengthRange(*[options.output_tokens] * 2)
+    length = options.prefix_tokens + options.own_tokens + options.output_tokens
+
+    targets = {}
+    for name, is_on in (("prefix cache on", True), ("prefix cache off", False)):
+        targets[name] = InProcessTarget(
+            EngineConfig(
+                model=options.model,
+                dtype=options.dtype,
+                prefix_cache=is_on,
+                max_num_rows=options.max_num_rows,
+                max_model_len=max(2048, length),
+            )
+        )
+
+    def measure_shared(name: str, number: int) -> alternating.Figures:
+        workload = workloads.shared_prefix(
+            options.requests, options.prefix_tokens, own, output, vocab_size=30000, seed=number
+        )
+        # No priming: they all come at once.
+        workload = Workload(workload.name, workload.parameters, workload.conversations)
+        return run(targets[name], workload, options.prefix_tokens + options.requests * options.own_tokens)
+
+    def measure_unique(name: str, number: int) -> alternating.Figures:
+        prompt = options.prefix_tokens + options.own_tokens
+        workload = workloads.random_lengths(
+            options.unique_requests, LengthRange(prompt, prompt), output, vocab_size=30000, seed=1000 + number
+        )
+        return run(targets[name], workload, options.unique_requests * prompt)
+
+    on, off = targets
+    warm = workloads.random_lengths(4, LengthRange(8, 600), LengthRange(4, 4), vocab_size=30000, seed=99)
+    for target in targets.values():
+        run(target, warm, 1)
+    shared = alternating.run_rounds(list(targets), options.rounds, measure_shared)
+    unique = alternating.run_rounds(list(targets), options.rounds, measure_unique)
+    settings = {"model": options.model, "dtype": options.dtype, "rounds": options.rounds}
+    lengths = f"{options.prefix_tokens} + {options.own_tokens} tokens, {options.output_tokens} out"
+    ratio = alternating.median_ratio(shared, on, off, "total tok/s")
+    alternating.show(
+        f"{options.requests} requests with a common prefix, {lengths}", shared,
+        notes=[f"throughput on : off = {ratio:.2f}"], json_file=options.json, **settings,
+    )  # fmt: skip
+    ratio = alternating.median_ratio(unique, on, off, "total tok/s")
+    unique_json = options.json.with_stem(options.json.stem + "-unique") if options.json else None
+    alternating.show(
+        f"{options.unique_requests} requests that share nothing, {lengths}", unique,
+        notes=[f"throughput on : off = {ratio:.3f}"], json_file=unique_json, **settings,
+    )  # fmt: skip
+    for target in targets.values():
+        target.engine.close()
+
+
+if __name__ == "__main__":
+    main()
