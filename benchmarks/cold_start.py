@@ -2,9 +2,10 @@
 
     python benchmarks/cold_start.py [--rounds 3] [--json out.json]
 
-`run` is `jaxserve run MODEL PROMPT`, timed until the first character of the answer; `serve` is `jaxserve serve`, timed
-until the first token of a streamed completion reaches a client that keeps trying. The model has been fetched before.
-Cold means an empty cache folder (JAXSERVE_CACHE); warm means the folder that the cold start of the round left behind.
+`run` is `jaxserve run MODEL PROMPT`, timed until the first character of the answer; `serve` is `jaxserve serve`,
+timed until the first token of a streamed completion reaches a client that keeps trying. The model has been fetched
+before. Cold means an empty cache folder (JAXSERVE_CACHE); warm means the folder that the cold start of the round
+left behind.
 """
 
 from __future__ import annotations

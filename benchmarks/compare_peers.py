@@ -5,9 +5,9 @@
         [--peers jaxserve,jaxserve-http,vllm,vllm-http,openvino] [--rounds 3] [--limit N] [--json out.json]
 
 benchmarks/peers/README.md says how the environments, the model folder and the workload are made. Every peer is
-loaded once and stays loaded; in each round every measure runs on every peer before the next measure begins, so that a
-change in what else the machine does meets all of them. A figure is only as good as its "others" column: the share of
-the machine's CPU time that somebody else used meanwhile.
+loaded once and stays loaded; in each round every measure runs on every peer before the next measure begins, so
+that a change in what else the machine does meets all of them. A figure is only as good as its "others" column: the
+share of the machine's CPU time that somebody else used meanwhile.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/continuous_batching.py [--requests 64] [--rows 16] [--rounds 3] [--json out.json]
 
-Static: groups of `--rows` requests, each group waits for its longest. Continuous: as many under way, each finished one
-replaced at once. Kernels, scheduler and prompts are the same; nothing is padded to the longest in either.
+Static: groups of `--rows` requests, each group waits for its longest. Continuous: as many under way, each finished
+one replaced at once. Kernels, scheduler and prompts are the same; nothing is padded to the longest in either.
 """
 
 from __future__ import annotations

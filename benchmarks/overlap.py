@@ -2,9 +2,9 @@
 
     python benchmarks/overlap.py [--rows 16] [--output-tokens 256] [--rounds 3] [--json out.json]
 
-`--rows` requests decode together; only steps in which all of them decode are counted. `host share` is the host's time
-between two dispatches that is not spent waiting, over the time between two dispatches; a read without queue is one
-at which no later step had been dispatched, so that the device ran dry.
+`--rows` requests decode together; only steps in which all of them decode are counted. `host share` is the host's
+time between two dispatches that is not spent waiting, over the time between two dispatches; a read without queue
+is one at which no later step had been dispatched, so that the device ran dry.
 """
 
 from __future__ import annotations

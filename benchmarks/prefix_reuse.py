@@ -2,9 +2,9 @@
 
     python benchmarks/prefix_reuse.py [--requests 64] [--rounds 3] [--json out.json]
 
-Two engines, prefix cache on and off, in turn. All requests of a round arrive at once and the cache is empty, so that
-the shared prefix must be computed once although many want it together. `computed / ideal` counts prefill tokens: the
-ideal is the prefix once and everybody's own tokens.
+Two engines, prefix cache on and off, in turn. All requests of a round arrive at once and the cache is empty, so
+that the shared prefix must be computed once although many want it together. `computed / ideal` counts prefill
+tokens: the ideal is the prefix once and everybody's own tokens.
 """
 
 from __future__ import annotations
