@@ -35,7 +35,15 @@ BYTE_POINTER = I8.as_pointer()
 
 # No fastmath: numba would spread its flags over the vector code too, and the same product compiled twice
 # could then be summed in two orders.
-jit = numba.njit(inline="never", nogil=True, error_model="numpy", boundscheck=False)
+# No wrappers: only compiled code calls these functions, and wrappers double the compile time.
+jit = numba.njit(
+    inline="never",
+    nogil=True,
+    error_model="numpy",
+    boundscheck=False,
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+)
 
 
 def _loader(llvm_type: ir.Type, numba_type: Any) -> Any:
@@ -103,6 +111,17 @@ def _call_pointer(typing_context, function, argument):
         return b.call(b.inttoptr(args[0], ir.FunctionType(I64, [I64]).as_pointer()), [args[1]])
 
     return types.intp(types.intp, types.intp), codegen
+
+
+@intrinsic
+def call_task(typing_context, function, argument):
+    """Call a C function pointer `void f(void*)`."""
+
+    def codegen(context, b, signature, args):
+        b.call(b.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [I64]).as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
 
 
 @intrinsic

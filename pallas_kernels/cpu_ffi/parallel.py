@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     answer_metadata,
     atomic_add,
     atomic_load,
+    call_task,
     const_string,
     free,
     jit,
@@ -97,8 +98,9 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
     bad_arguments = const_string(f"{name}: unacceptable argument types or shapes, or pages not updated in place")
     no_memory = const_string(f"{name}: out of memory for work space")
 
-    @named(name)
-    def drain(job):
+    def task(pointer):
+        """Run items until none is left, then let go of the job."""
+        job = address_of(pointer)
         items, worker = load_i64(job, _NUM_ITEMS), -1
         while True:
             i = atomic_add(job + _NEXT, 1)
@@ -108,31 +110,25 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
                 worker = atomic_add(job + _WORKERS, 1)
             body(load_i64(job, _FRAME), load_i64(job, _PLAN), i, worker)
             atomic_add(job + _DONE, 1)
-
-    def task(pointer):
-        job = address_of(pointer)
-        drain(job)
         if atomic_add(job + _REFERENCES, -1) == 1:
             free(job)
 
     task.__qualname__ = f"{name}_task"
     task_address, task_code = compile_function(task, types.void, (name,))
+    # The handler reaches the task through the linker: its code is compiled once, and the handler can be kept
+    # on disk without an address in it.
     llvm.add_symbol(f"{name}_task_entry", task_address)
     task_symbol = symbol_address(f"{name}_task_entry")
 
     @named(name)
     def run(frame, plan_address, items, threads):
-        job = 0
-        if threads > 1:
-            job = malloc(_JOB_BYTES)
+        job = malloc(_JOB_BYTES)
         if job == 0:
-            for i in range(items):
-                body(frame, plan_address, i, 0)
-            return
+            return False
         store_i64(job, _NEXT, 0)
         store_i64(job, _DONE, 0)
         store_i64(job, _WORKERS, 0)
-        store_i64(job, _REFERENCES, threads)
+        store_i64(job, _REFERENCES, threads + 1)  # one for each task, and one for waiting here
         store_i64(job, _NUM_ITEMS, items)
         store_i64(job, _FRAME, frame)
         store_i64(job, _PLAN, plan_address)
@@ -140,10 +136,11 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
         for _ in range(threads - 1):
             if not schedule(frame, entry, job):
                 atomic_add(job + _REFERENCES, -1)
-        drain(job)
+        call_task(entry, job)
         wait_for(job + _DONE, items)
         if atomic_add(job + _REFERENCES, -1) == 1:
             free(job)
+        return True
 
     def handler(pointer):
         frame = address_of(pointer)
@@ -158,9 +155,9 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
         threads = min(load_i64(plan_address, PLAN_THREADS), items)
         if threads > 1:
             threads = min(threads, num_threads(frame))
-        run(frame, plan_address, items, threads)
+        is_done = items == 0 or run(frame, plan_address, items, max(threads, 1))
         finish(frame, plan_address)
-        return 0
+        return 0 if is_done else make_error(frame, RESOURCE_EXHAUSTED, no_memory())
 
     handler.__qualname__ = f"{name}_handler"
     handler_address, handler_code = compile_function(handler, types.intp, (name,))

@@ -348,21 +348,21 @@ def _make_plan(head_dim: int, kind: str, write: Any) -> Any:
 @jit
 def _scratch_bytes(rows, head_dim):
     queries, states = rows * head_dim * 4, _align(rows * 8)
-    return 3 * queries + _SCORE_BYTES + 2 * TILE * head_dim * 4 + 2 * states + 16 * TILE + _align(4 * head_dim)
+    return 3 * queries + _SCORE_BYTES + 2 * TILE * head_dim * 4 + 2 * states + 16 * TILE
 
 
 def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
     tag = f"d{head_dim}_{kind}_b{block_vectors}"
     load_tokens, softmax_row = make_load_tokens(head_dim, kind), make_softmax_row(head_dim)
     clear_row = make_clear_row(head_dim)
-    score_product = make_product(TILE // LANES, block_vectors, f"{tag}_scores")
-    value_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES), f"{tag}_values")
+    score_product = make_product(TILE // LANES, block_vectors)
+    value_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES))
     row_bytes, head_bytes = head_dim * ELEMENT_BYTES[kind], head_dim * 4
 
     @named(tag)
-    def find_tokens(frame, unit, start, zero_row, addresses):
-        """Addresses of the K rows of TILE tokens from `start` on; those outside the unit's context read zeros,
-        so that what lies in unwritten slots (NaN, perhaps) never enters a sum."""
+    def find_tokens(frame, unit, start, addresses):
+        """Addresses of the K rows of TILE tokens from `start` on. Tokens outside the unit's context, whose slots
+        may never have been written, read the dummy page: their scores are masked, and sums leave them out."""
         page_size, kv_heads = _page_size(frame), dim(arg(frame, _K), 1)
         num_pages, width = dim(arg(frame, _PAGES), 0), dim(arg(frame, _TABLE), 1)
         table = data(arg(frame, _TABLE)) + load_i64(unit, _U_ROW) * width * 4
@@ -373,16 +373,14 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
             stop = min(start + TILE, (position // page_size + 1) * page_size)
             if position >= end or stop <= first:
                 for p in range(position, stop):
-                    store_i64(addresses, 8 * (p - start), zero_row)
+                    store_i64(addresses, 8 * (p - start), pages)
             else:
                 # Clamped: a damaged table must not crash the process.
                 page = _clamp(load_i32(table, 4 * (position // page_size)), 0, num_pages - 1)
                 base = pages + ((page * kv_heads + head) * 2 * page_size) * row_bytes
                 for p in range(position, stop):
                     inside = first <= p < end
-                    store_i64(
-                        addresses, 8 * (p - start), base + (p % page_size) * row_bytes if inside else zero_row
-                    )
+                    store_i64(addresses, 8 * (p - start), base + (p % page_size) * row_bytes if inside else pages)
             position = stop
 
     @named(tag)
@@ -393,7 +391,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
         keys = scores + _SCORE_BYTES
         values = keys + TILE * head_bytes
         here = values + TILE * head_bytes + 2 * _align(unit_rows * 8)
-        ahead, zero_row = here + 8 * TILE, here + 16 * TILE
+        ahead = here + 8 * TILE
         group, page_size = _group(frame), _page_size(frame)
         cap, window = load_f32(attr(frame, _SOFTCAP), 0), load_i32(attr(frame, _WINDOW), 0)
         position, rows = load_i64(unit, _U_POSITION), load_i64(unit, _U_COUNT) * group
@@ -401,9 +399,9 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
         for r in range(rows):
             clear_row(sums + r * head_bytes, states + 8 * r)
         start = max(index * SEGMENT, first // TILE * TILE)
-        find_tokens(frame, unit, start, zero_row, here)
+        find_tokens(frame, unit, start, here)
         for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
-            find_tokens(frame, unit, tile + TILE, zero_row, ahead)
+            find_tokens(frame, unit, tile + TILE, ahead)
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
                     load_tokens(
@@ -478,7 +476,6 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
         part = sums + unit_rows * head_bytes
         states = part + unit_rows * head_bytes + _SCORE_BYTES + 2 * TILE * head_bytes
         part_states = states + _align(unit_rows * 8)
-        zero_bytes(part_states + _align(unit_rows * 8) + 16 * TILE, head_bytes)
 
         rows = load_i64(unit, _U_COUNT) * _group(frame)
         scale = load_f32(attr(frame, _SCALE), 0)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I32, I64
-from jaxserve.pallas_kernels.cpu_ffi.parallel import named
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -124,80 +123,64 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
     return _void_intrinsic((_INT,) * 5, emit)
 
 
-def _make_block(rows: int, columns: int) -> Any:
-    """block(a, a_stride, b, b_stride, c, c_stride, first, last, add):
-    c[rows, 16 * columns] = (add ? c : 0) + a[rows, first:last] @ b[first:last, 16 * columns]; strides in bytes.
-    Every element is one chain of fused multiply-adds in the order of the inner index."""
+def make_product(vectors: int, block_vectors: int) -> Any:
+    """product(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add):
+    c[rows, 16 * vectors] = (add ? c : 0) + a[rows, first:last] @ b[first:last, 16 * vectors]
 
-    def emit(e: Emitter, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
+    rows is 1 to MAX_BLOCK_ROWS; strides are in bytes. Columns are taken block_vectors at a time. Every element
+    is one chain of fused multiply-adds in the order of the inner index, whatever the number of rows and columns
+    computed with it.
+    """
+
+    def emit(e: Emitter, rows, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
         b = e.b
-        a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]
-        c_rows = [b.add(c, b.mul(c_stride, e.const(r))) for r in range(rows)]
-        sums = {(r, j): cgutils.alloca_once(b, VECTOR) for r in range(rows) for j in range(columns)}
-        with b.if_else(b.icmp_signed("!=", add, e.const(0))) as (has_start, from_zero):
-            with has_start:
-                for (r, j), slot in sums.items():
-                    b.store(e.load(e.at(c_rows[r], 64 * j)), slot)
-            with from_zero:
-                for slot in sums.values():
-                    b.store(e.splat_const(0.0), slot)
-        with _loop(e, first, last, 1) as (i, _):
-            row = b.add(b_, b.mul(i, b_stride))
-            vectors = [e.load(e.at(row, 64 * j)) for j in range(columns)]
-            for r in range(rows):
-                factor = e.splat(e.load(b.add(a_rows[r], b.mul(i, e.const(4))), FLOAT))
-                for j in range(columns):
-                    b.store(e.fma(factor, vectors[j], b.load(sums[r, j])), sums[r, j])
-        for (r, j), slot in sums.items():
-            e.store(b.load(slot), e.at(c_rows[r], 64 * j))
+        full = vectors // block_vectors
+        for start, count, width in ((0, full, block_vectors), (full * block_vectors, 1, vectors % block_vectors)):
+            if width == 0 or count == 0:
+                continue
+            done = b.append_basic_block("product.done")
+            blocks = [b.append_basic_block(f"product.{r}") for r in range(1, MAX_BLOCK_ROWS + 1)]
+            switch = b.switch(rows, blocks[-1])
+            for r, block in enumerate(blocks[:-1], 1):
+                switch.add_case(e.const(r), block)
+            for r, block in enumerate(blocks, 1):
+                b.position_at_end(block)
+                with _loop(e, 0, 64 * width * count, 64 * width) as (column, _):
+                    offset = e.at(column, 64 * start)
+                    _emit_block(
+                        e, r, width, a, a_stride, b.add(b_, offset), b_stride, b.add(c, offset), c_stride,
+                        first, last, add,
+                    )  # fmt: skip
+                b.branch(done)
+            b.position_at_end(done)
 
-    return _void_intrinsic((_INT,) * 9, emit)
-
-
-def make_product(vectors: int, block_vectors: int, tag: str) -> Any:
-    """product(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add): as _make_block for 1 to
-    MAX_BLOCK_ROWS rows (known at run time) and 16 * vectors columns, in blocks of at most block_vectors."""
-    blocks = [_make_block(rows, block_vectors) for rows in range(1, MAX_BLOCK_ROWS + 1)]
-    one, two, three, four, five, six = (_as_function(block, f"{tag}_{block_vectors}") for block in blocks)
-
-    @named(f"{tag}_{block_vectors}")
-    def block(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add):
-        if rows == 6:
-            six(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-        elif rows == 5:
-            five(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-        elif rows == 4:
-            four(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-        elif rows == 3:
-            three(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-        elif rows == 2:
-            two(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-        else:
-            one(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-
-    width, full = 64 * block_vectors, vectors // block_vectors
-    if vectors % block_vectors == 0:
-        rest = block
-    else:
-        rest = make_product(vectors % block_vectors, vectors % block_vectors, tag)
-    has_rest = vectors % block_vectors != 0
-
-    @named(f"{tag}_{vectors}_{block_vectors}")
-    def product(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add):
-        for j in range(full):
-            block(rows, a, a_stride, b + j * width, b_stride, c + j * width, c_stride, first, last, add)
-        if has_rest:
-            rest(rows, a, a_stride, b + full * width, b_stride, c + full * width, c_stride, first, last, add)
-
-    return product
+    return _void_intrinsic((_INT,) * 10, emit)
 
 
-def _as_function(block: Any, tag: str) -> Any:
-    @named(tag)
-    def function(a, a_stride, b, b_stride, c, c_stride, first, last, add):
-        block(a, a_stride, b, b_stride, c, c_stride, first, last, add)
-
-    return function
+def _emit_block(
+    e: Emitter, rows: int, width: int, a, a_stride, b_, b_stride, c, c_stride, first, last, add
+) -> None:
+    """One register block of make_product: `rows` times `width` vectors."""
+    b = e.b
+    a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]
+    c_rows = [b.add(c, b.mul(c_stride, e.const(r))) for r in range(rows)]
+    sums = {(r, j): cgutils.alloca_once(b, VECTOR) for r in range(rows) for j in range(width)}
+    with b.if_else(b.icmp_signed("!=", add, e.const(0))) as (has_start, from_zero):
+        with has_start:
+            for (r, j), slot in sums.items():
+                b.store(e.load(e.at(c_rows[r], 64 * j)), slot)
+        with from_zero:
+            for slot in sums.values():
+                b.store(e.splat_const(0.0), slot)
+    with _loop(e, first, last, 1) as (i, _):
+        row = b.add(b_, b.mul(i, b_stride))
+        vectors = [e.load(e.at(row, 64 * j)) for j in range(width)]
+        for r in range(rows):
+            factor = e.splat(e.load(b.add(a_rows[r], b.mul(i, e.const(4))), FLOAT))
+            for j in range(width):
+                b.store(e.fma(factor, vectors[j], b.load(sums[r, j])), sums[r, j])
+    for (r, j), slot in sums.items():
+        e.store(b.load(slot), e.at(c_rows[r], 64 * j))
 
 
 def make_softmax_row(head_dim: int) -> Any:
