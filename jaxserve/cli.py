@@ -10,8 +10,9 @@ import typer
 
 import jaxserve
 from jaxserve.bench.command import bench_app
-from jaxserve.cli_options import with_engine_options
+from jaxserve.cli_options import refuse_engine_options, with_engine_options
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.sampling_params import SamplingParams
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -81,12 +82,17 @@ def chat(
     """Chat in the terminal. With --url, MODEL is not loaded; the server's own is used."""
     from jaxserve import terminal_chat
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    if url is not None:
-        backend = terminal_chat.http_backend(url, api_key=api_key, options=options)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+    if url is None:
+        opened = terminal_chat.local_backend(EngineConfig(model=model, **engine), params)
     else:
-        backend = terminal_chat.local_backend(EngineConfig(model=model, **engine), options=options)
-    terminal_chat.run_chat(backend, system=system)
+        refuse_engine_options(engine)
+        options = {"temperature": temperature, "top_p": top_p}
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        opened = terminal_chat.http_backend(url, api_key=api_key, options=options)
+    with opened as backend:
+        terminal_chat.run_chat(backend, system=system)
 
 
 @app.command()
@@ -104,9 +110,9 @@ def run(
     from jaxserve import terminal_chat
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     config = EngineConfig(model=model, **engine)
-    for piece in terminal_chat.answer_once(config, text, options=options, is_raw=raw):
+    for piece in terminal_chat.answer_once(config, text, params, is_raw=raw):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -51,6 +51,13 @@ def with_engine_options(command: Command) -> Command:
     return _with_parameters(command, "engine", parameters, changed)
 
 
+def refuse_engine_options(engine: dict[str, Any]) -> None:
+    """Raise ValueError if options for an engine were given although --url names one that runs already."""
+    if engine:
+        flag = next(iter(engine)).replace("_", "-")
+        raise ValueError(f"--{flag}: the engine behind --url has its own options")
+
+
 def with_options_of(name: str, options: type) -> Callable[[Command], Command]:
     """Give a command every field of the dataclass `options` as an option; it receives an instance as `name`. The
     fields are Annotated with typer.Option and have defaults."""

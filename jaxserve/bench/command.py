@@ -12,7 +12,7 @@ import typer
 from jaxserve.bench import load, report, workloads
 from jaxserve.bench.http import HttpTarget
 from jaxserve.bench.workloads import LengthRange, Workload
-from jaxserve.cli_options import with_engine_options, with_options_of
+from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn")
@@ -188,9 +188,7 @@ def _measure(mode: str, options: TargetOptions, model: str, engine: dict[str, An
         results = asyncio.run(_measure_in_process(config, options, runs))
         document = report.report(mode, model, "in process", results)
     else:
-        if engine:
-            flag = next(iter(engine)).replace("_", "-")
-            raise ValueError(f"--{flag}: the engine behind --url has its own options")
+        refuse_engine_options(engine)
         target = HttpTarget(
             options.url,
             model=options.served_model,

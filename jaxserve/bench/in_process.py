@@ -10,13 +10,15 @@ import itertools
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from jaxserve.bench.load import RequestRecord
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
 from jaxserve.messages import AddRequest, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
 
 
 class InProcessTarget:

@@ -41,7 +41,7 @@ class FakeServer:
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}
         if method == "GET":
             body = json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         else:
             body = json.loads(await reader.readexactly(int(headers["content-length"])))
             self.requests.append((path, headers, body))
@@ -53,7 +53,7 @@ class FakeServer:
         writer.close()
 
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-        writer.write(b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
+        writer.write(b"HTTP/1.1 %d X\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
         for piece in self.answer(body):
             if isinstance(piece, float):
                 await writer.drain()
