@@ -10,13 +10,13 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.trace import summarize
 
 llm = LLM(sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else None)
-llm
+llm  # noqa: B018
 
 # %% Several continuations of one prompt: its keys and values are computed once.
 (result,) = llm.generate("A good name for a cat is", SamplingParams(n=4, seed=3, max_tokens=12, temperature=0.9))
 for output in result.outputs:
     print(output.index, repr(output.text))
-result
+result  # noqa: B018
 
 # %% How sure was the model? Log-probabilities of the tokens taken, and of the best alternatives.
 (result,) = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=4, logprobs=3))
