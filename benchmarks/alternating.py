@@ -49,7 +49,7 @@ def median_ratio(rounds: Rounds, variant: str, base: str, figure: str) -> float:
 
 
 def show(
-    title: str, rounds: Rounds, *, notes: Sequence[str] = (), json_file: Path | None = None, **settings: Any
+    title: str, measured: Rounds, *, notes: Sequence[str] = (), json_file: Path | None = None, **settings: Any
 ) -> None:
     """A table of medians (smallest … largest), notes below it, and all rounds as JSON."""
     machine = report.describe_machine()
@@ -61,15 +61,21 @@ def show(
     )  # fmt: skip
     table = Table(title=f"{title} (median, smallest … largest)")
     table.add_column("")
-    for variant in rounds:
+    for variant in measured:
         table.add_column(variant, justify="right")
-    for figure in next(iter(rounds.values()))[0]:
-        table.add_row(figure, *(_cell([run[figure] for run in runs]) for runs in rounds.values()))
+    for figure in next(iter(measured.values()))[0]:
+        table.add_row(figure, *(_cell([run[figure] for run in runs]) for runs in measured.values()))
     console.print(table)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     if json_file is not None:
-        document = {"benchmark": title, "machine": machine, "settings": settings, "rounds": rounds, "notes": notes}
+        document = {
+            "benchmark": title,
+            "machine": machine,
+            "settings": settings,
+            "rounds": measured,
+            "notes": notes,
+        }
         report.write_json(json_file, document)
 
 

@@ -53,10 +53,11 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Uniform from low to high, both included."""
+    """From low to high, both included: uniform, or uniform in the logarithm (many short ones, few long ones)."""
 
     low: int
     high: int
+    is_log: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
@@ -64,19 +65,24 @@ class LengthRange:
 
     @classmethod
     def parse(cls, text: str) -> LengthRange:
-        """ "128" or "32:512". Raises ValueError."""
-        low, _, high = text.partition(":")
+        """ "128", "32:512" or "16:256:log". Raises ValueError."""
+        bounds = text.removesuffix(":log")
+        low, _, high = bounds.partition(":")
         try:
-            return cls(int(low), int(high or low))
+            return cls(int(low), int(high or low), is_log=bounds != text)
         except ValueError as error:
-            raise ValueError(
-                f"length range: got {text!r}; allowed: N or LOW:HIGH with 1 <= LOW <= HIGH"
-            ) from error
+            allowed = "N, LOW:HIGH or LOW:HIGH:log with 1 <= LOW <= HIGH"
+            raise ValueError(f"length range: got {text!r}; allowed: {allowed}") from error
 
     def draw(self, generator: np.random.Generator) -> int:
+        if self.is_log:
+            scale = (self.high + 1) / self.low
+            return min(self.high, int(self.low * scale ** generator.random()))
         return int(generator.integers(self.low, self.high + 1))
 
     def __str__(self) -> str:
+        if self.is_log:
+            return f"{self.low}:{self.high}:log"
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 

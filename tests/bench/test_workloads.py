@@ -56,15 +56,26 @@ def test_unique_prefixes_have_the_same_lengths() -> None:
     assert len({prompt[:4] for prompt in unique}) == 6
 
 
-@pytest.mark.parametrize(("text", "low", "high"), [("5", 5, 5), ("1:9", 1, 9)])
-def test_length_ranges(text: str, low: int, high: int) -> None:
-    assert LengthRange.parse(text) == LengthRange(low, high)
-    assert str(LengthRange.parse(text)) == text
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5", LengthRange(5, 5)), ("1:9", LengthRange(1, 9)), ("2:8:log", LengthRange(2, 8, is_log=True))],
+)
+def test_length_ranges(text: str, expected: LengthRange) -> None:
+    assert LengthRange.parse(text) == expected
+    assert str(expected) == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "9:3", "a", "1:b", "-4", "1:2:3"])
+@pytest.mark.parametrize(("is_log", "median"), [(False, 136), (True, 64)])
+def test_lengths_have_their_distribution(is_log: bool, median: float) -> None:
+    lengths, generator = LengthRange(16, 256, is_log=is_log), np.random.default_rng(5)
+    drawn = [lengths.draw(generator) for _ in range(20_000)]
+    assert (min(drawn), max(drawn)) == (16, 256)
+    assert np.median(drawn) == pytest.approx(median, rel=0.03)  # half way between the bounds, or their logarithms
+
+
+@pytest.mark.parametrize("text", ["", "0", "9:3", "a", "1:b", "-4", "1:2:3", "8:2:log", ":log"])
 def test_bad_length_ranges(text: str) -> None:
-    with pytest.raises(ValueError, match="N or LOW:HIGH"):
+    with pytest.raises(ValueError, match="N, LOW:HIGH or"):
         LengthRange.parse(text)
 
 
