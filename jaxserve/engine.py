@@ -281,7 +281,7 @@ class Engine:
                 self._host_seconds += host_seconds
             self._last_dispatch, self._waited = end, 0.0
             self._flying.append(_Flight(decision, handle, start, end, host_seconds))
-            self._num_prefill_tokens += decision.num_tokens - decision.num_decodes
+            self._num_prefill_tokens += int(decision.num_tokens - decision.num_decodes)
         self._watch_for_stalls()
 
     def _collect(self) -> None:

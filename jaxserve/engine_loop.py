@@ -52,7 +52,6 @@ class EngineLoop:
         try:
             while not engine.is_drained:
                 self._receive()
-                self._apply_stop()
                 outputs = engine.step()
                 if outputs:
                     self._send(OutputBatch(outputs))
@@ -88,6 +87,7 @@ class EngineLoop:
             self._socket.poll(int(rest * 1000) + 1)
         elif engine.is_stalled:
             self._socket.poll(_STALL_REST_MS)
+        self._apply_stop()
         for _ in range(_MAX_MESSAGES):
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

@@ -39,6 +39,7 @@ Prompts = Prompt | Sequence[Prompt]
 Conversation = Sequence[dict[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
+_SIGNAL_POLL_S = 0.2
 _PROGRESS_INTERVAL = 16  # tokens between two outputs of a request whose progress is shown
 
 
@@ -124,9 +125,7 @@ class LLM:
                 numbers[message.request_id] = number
                 self._thread.submit(message, answers.put)
             while numbers:
-                output = answers.get()
-                if isinstance(output, EngineCrash):
-                    raise output
+                output = _next(answers)
                 number = numbers[output.request_id]
                 try:
                     is_done = gatherers[number].take(output)
@@ -184,9 +183,7 @@ class LLM:
         with self._aborting(unfinished):
             self._thread.submit(message, answers.put)
             while unfinished:
-                output = answers.get()
-                if isinstance(output, EngineCrash):
-                    raise output
+                output = _next(answers)
                 _count_down(unfinished, output)
                 yield Piece.of(output)
 
@@ -314,6 +311,19 @@ class LLM:
         finally:
             for request_id in unfinished:
                 self._thread.abort(request_id)
+
+
+def _next(answers: queue.SimpleQueue[RequestOutput | EngineCrash]) -> RequestOutput:
+    """The next answer. Wakes up now and then: Python handles Ctrl-C only between two instructions of this thread,
+    and the signal may have interrupted another one."""
+    while True:
+        try:
+            answer = answers.get(timeout=_SIGNAL_POLL_S)
+        except queue.Empty:
+            continue
+        if isinstance(answer, EngineCrash):
+            raise answer
+        return answer
 
 
 def _count_down(unfinished: dict[str, int], output: RequestOutput) -> None:
