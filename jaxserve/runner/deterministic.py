@@ -1,0 +1,128 @@
+"""Which shapes give bitwise equal rows, found by running the compiled programs.
+
+A matrix product may sum in another order for another number of rows, so a token computed in a bucket of 8 can differ
+in the last bits from the same token in a bucket of 256. Which sizes agree depends on the machine, the dtype and the
+compiler: no table says it. So the programs themselves are asked, and only buckets that agree with the largest stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import jax
+import numpy as np
+from jaxserve.runner.batch_builder import StepBuffer
+from jaxserve.runner.buckets import StepShapes
+from jaxserve.runner.device import StepRunner
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.decision import RowWork, SampleWork, StepDecision
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 32
+
+
+class NotDeterministic(RuntimeError):
+    """Even one shape gives results that depend on where a row lies in it."""
+
+
+def keep_equal_buckets(runner: StepRunner) -> StepShapes:
+    """The shapes with those buckets only whose programs give bitwise the rows of the largest bucket's.
+
+    Writes pages: call it before any request. Raises NotDeterministic when the largest bucket disagrees with itself.
+    """
+    shapes = runner.shapes
+    probe = _Probe(runner)
+    tokens = shapes.token_buckets
+    reference = probe.hidden(tokens[-1], shift=0)
+    room = tokens[-1] - probe.num_tokens
+    if room and not _equal(reference, probe.hidden(tokens[-1], shift=room)):
+        raise NotDeterministic(
+            f"deterministic: the step of {tokens[-1]} tokens computes a token differently at another place in the "
+            "batch; allowed: deterministic=False with this model and these backends"
+        )
+    kept_tokens = tuple(size for size in tokens[:-1] if _equal(reference, probe.hidden(size, shift=0)))
+    hidden = reference[np.arange(shapes.max_num_samples) % len(reference)]
+    expected = probe.sampled(shapes.sample_buckets[-1], hidden, np.arange(shapes.max_num_samples))
+    kept_samples = []
+    for size in shapes.sample_buckets:
+        # Rows in another order and another bucket.
+        order = np.roll(np.arange(shapes.max_num_samples), size // 2)[::-1]
+        found = probe.sampled(size, hidden, order)
+        if all(_equal(was[order[:size]], now) for was, now in zip(expected, found)):
+            kept_samples.append(size)
+    if shapes.sample_buckets[-1] not in kept_samples:
+        raise NotDeterministic(
+            f"deterministic: sampling {shapes.sample_buckets[-1]} rows depends on their order; "
+            "allowed: deterministic=False with this model and these backends"
+        )
+    kept = dataclasses.replace(
+        shapes, token_buckets=(*kept_tokens, tokens[-1]), sample_buckets=tuple(kept_samples)
+    )
+    logger.info("deterministic: steps of %s tokens, %s samples", kept.token_buckets, kept.sample_buckets)
+    return kept
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Bitwise: NaN equals the same NaN, 0 does not equal -0."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+class _Probe:
+    """One prompt of random tokens, computed in any bucket in chunks."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        shapes = runner.shapes
+        self.runner = runner
+        self.buffer = StepBuffer(runner.batches.layout)
+        room = shapes.pages_per_row * shapes.page_size
+        self.num_tokens = min(_PROBE_TOKENS, shapes.max_step_tokens, shapes.max_num_samples, room)
+        random = np.random.default_rng(0)
+        self.tokens = random.integers(0, shapes.vocab_size, self.num_tokens, np.int32)
+        self.filler = random.integers(0, shapes.vocab_size, shapes.max_step_tokens, np.int32)
+        needed = -(-self.num_tokens // shapes.page_size)
+        self.pages = np.arange(1, 1 + needed, dtype=np.int32)
+        self.filler_pages = np.arange(1 + needed, shapes.num_pages, dtype=np.int32)[: shapes.pages_per_row]
+
+    def hidden(self, bucket: int, *, shift: int) -> np.ndarray:
+        """Hidden states of the probe's tokens [num_tokens, hidden_size], computed `bucket` tokens at a time behind
+        `shift` tokens of another row (as many as fit it)."""
+        parts = []
+        start = 0
+        while start < self.num_tokens:
+            rows = []
+            if shift and self.runner.shapes.max_num_rows > 1:
+                size = min(shift, len(self.filler_pages) * self.runner.shapes.page_size)
+                if size:
+                    rows.append(RowWork(0, 0, 0, self.filler[:size], self.filler_pages))
+            before = sum(row.num_tokens for row in rows)
+            chunk = self.tokens[start : start + bucket - before]
+            rows.append(RowWork(1, len(rows), start, chunk, self.pages))
+            samples = tuple(_score(before + index) for index in range(len(chunk)))
+            decision = StepDecision(0, tuple(rows), 0, samples)
+            packed, chosen = self.runner.batches.build(decision, self.buffer, at_least=bucket)
+            assert chosen == bucket
+            found = self.runner.forward(bucket, packed)
+            parts.append(np.asarray(found)[: len(chunk)])  # waits, so the buffer may be filled again
+            start += len(chunk)
+        return np.concatenate(parts)
+
+    def sampled(self, bucket: int, hidden: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Logits, greedy and random tokens and log-probabilities of the first `bucket` of hidden[order]."""
+        logits = self.runner.head(bucket, jax.device_put(hidden[order]))
+        outputs = [logits]
+        draws = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=50))
+        for number, params in enumerate(draws):
+            # One request whose draws follow the order, so that a hidden state meets the same draw everywhere.
+            samples = tuple(
+                SampleWork(-1 - number, 0, 0, int(order[index]), 7, 0, params) for index in range(bucket)
+            )
+            self.runner.samples.adopt(samples)
+            outputs.append(self.runner.sample(self.runner.samples.build(samples), logits))
+        outputs.extend(self.runner.programs["logprobs", bucket](logits, outputs[1]))
+        return tuple(np.asarray(output) for output in outputs)
+
+
+def _score(token_index: int) -> SampleWork:
+    return SampleWork(0, 0, token_index, 0, 0, 0, SamplingParams(temperature=0.0), is_score=True)

@@ -1,0 +1,147 @@
+"""The compiled programs and the device's state, and how one step runs through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
+from jaxserve.runner.buckets import StepShapes
+from jaxserve.runner.memory import allocate
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples, Variant
+from jaxserve.runner.sampling import Logprobs
+from jaxserve.runner.step import COPIES_PER_CALL, Leaves, Pages
+from jaxserve.scheduler.decision import PageCopy, RowReset, StepDecision, StepResult
+
+Compiled = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A step on its way. `hidden` is ready when forward has run, `tokens` when the step has."""
+
+    step_id: int
+    num_samples: int
+    hidden: jax.Array
+    tokens: jax.Array | None
+    logprobs: Logprobs | None
+    buffer: StepBuffer
+
+
+class DeviceState:
+    """Everything on the device that steps change. Each program that changes a part takes it donated and returns the
+    new one, so nobody else may keep a reference; the order of calls is the order on the device."""
+
+    def __init__(self, pages: tuple[jax.ShapeDtypeStruct, ...], shapes: StepShapes) -> None:
+        rows, vocab_size = shapes.max_num_rows, shapes.vocab_size
+        self.pages: Pages = allocate(pages)
+        table = jax.ShapeDtypeStruct((rows,), np.int32)
+        counts = jax.ShapeDtypeStruct((rows, vocab_size), np.int16)
+        bias = jax.ShapeDtypeStruct((rows, vocab_size), np.float32)
+        self.last_token, self.counts, self.bias = allocate((table, counts, bias))
+
+
+class StepRunner:
+    """Runs decisions through compiled programs. Not thread-safe: one thread dispatches and collects.
+
+    programs  key (see StepPrograms.keys) -> compiled program
+    leaves    the model's arrays
+    """
+
+    def __init__(
+        self,
+        programs: dict[tuple[Any, ...], Compiled],
+        leaves: Leaves,
+        state: DeviceState,
+        shapes: StepShapes,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.programs = programs
+        self.leaves = leaves
+        self.state = state
+        self.shapes = shapes
+        self.batches = BatchBuilder(shapes)
+        self.samples = SampleBuilder(shapes, eos_token_ids)
+        self._free_buffers: list[StepBuffer] = []
+
+    def dispatch(self, decision: StepDecision) -> StepHandle:
+        """Start a step. Raises ValueError, with nothing changed on the device, for a decision that does not fit."""
+        buffer = self._free_buffers.pop() if self._free_buffers else StepBuffer(self.batches.layout)
+        packed, bucket = self.batches.build(decision, buffer)
+        biases = self.samples.adopt(decision.samples)
+        staged = self.samples.build(decision.samples) if decision.samples else None
+        self.reset_rows(decision.resets)
+        self.write_biases(biases)
+        self.copy_pages(decision.copies)
+        hidden = self.forward(bucket, packed)
+        tokens, logprobs = None, None
+        if staged is not None:
+            logits = self.head(staged.bucket, hidden)
+            tokens = self.sample(staged, logits)
+            if staged.wants_logprobs:
+                logprobs = self.programs["logprobs", staged.bucket](logits, tokens)
+        return StepHandle(decision.step_id, len(decision.samples), hidden, tokens, logprobs, buffer)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a step and read what it sampled."""
+        count = handle.num_samples
+        if handle.tokens is None:
+            jax.block_until_ready(handle.hidden)
+            result = StepResult(handle.step_id, np.zeros(0, np.int32))
+        elif handle.logprobs is None:
+            result = StepResult(handle.step_id, np.asarray(handle.tokens)[:count])
+        else:
+            tokens, found = jax.device_get((handle.tokens, handle.logprobs))
+            token, rank, top_ids, top = (part[:count] for part in found)
+            result = StepResult(handle.step_id, tokens[:count], token, rank, top_ids, top)
+        # The step is over, so the device no longer reads its buffer.
+        self._free_buffers.append(handle.buffer)
+        return result
+
+    def forward(self, bucket: int, packed: np.ndarray) -> jax.Array:
+        """Run the model. Returns hidden [max_num_samples, hidden_size]."""
+        state = self.state
+        hidden, state.pages = self.programs["forward", bucket](self.leaves, state.pages, state.last_token, packed)
+        return hidden
+
+    def head(self, bucket: int, hidden: jax.Array) -> jax.Array:
+        """logits [bucket, V] of the first `bucket` hidden states."""
+        return self.programs["head", bucket](self.leaves, hidden)
+
+    def sample(self, staged: StagedSamples, logits: jax.Array) -> jax.Array:
+        """tokens [bucket], also written to the last-token table."""
+        state = self.state
+        program = self.programs["sample", staged.bucket, staged.variant]
+        if staged.variant is Variant.FULL:
+            tokens, state.last_token, state.counts = program(
+                logits, staged.packed, state.last_token, state.counts, state.bias, staged.mask
+            )
+        else:
+            tokens, state.last_token = program(logits, staged.packed, state.last_token)
+        return tokens
+
+    def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
+        """Copy pages in the order given."""
+        for first in range(0, len(copies), COPIES_PER_CALL):
+            part = copies[first : first + COPIES_PER_CALL]
+            packed = np.zeros(1 + 2 * COPIES_PER_CALL, np.int32)
+            packed[0] = len(part)
+            packed[1 : 1 + len(part)] = [copy.source for copy in part]
+            packed[1 + COPIES_PER_CALL : 1 + COPIES_PER_CALL + len(part)] = [copy.target for copy in part]
+            if packed.min() < 0 or packed[1:].max() >= self.shapes.num_pages:
+                raise ValueError(f"pages copied: got {part}; allowed: 0 to {self.shapes.num_pages - 1}")
+            self.state.pages = self.programs["copy",](self.state.pages, packed)
+
+    def reset_rows(self, resets: Iterable[RowReset]) -> None:
+        """Start the token counts of rows."""
+        for reset in resets:
+            row = np.array([reset.row], np.int32)
+            self.state.counts = self.programs["set_counts",](self.state.counts, row, self.samples.counts_row(reset))
+
+    def write_biases(self, biases: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Set rows of the bias table: (row, bias [V])."""
+        for row, values in biases:
+            self.state.bias = self.programs["set_bias",](self.state.bias, np.array([row], np.int32), values)

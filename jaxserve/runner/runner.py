@@ -1,0 +1,265 @@
+"""ModelRunner: from a configuration to a device that runs steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxserve.config import EngineConfig
+from jaxserve.models.contract import Model, RuntimeOptions
+from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
+from jaxserve.pallas_kernels.paged_attention.api import page_array_shape, page_bytes, writes_in_place
+from jaxserve.runner import memory
+from jaxserve.runner.batch_builder import StepBuffer
+from jaxserve.runner.buckets import StepShapes, ladder, sample_ladder
+from jaxserve.runner.deterministic import keep_equal_buckets
+from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
+from jaxserve.runner.sample_builder import Variant
+from jaxserve.runner.step import StepPrograms, split_model
+from jaxserve.runner.warmup import CompileGuard, Progress, compile_programs, enable_compile_cache
+from jaxserve.scheduler.decision import CacheGeometry, PageCopy, RowReset, RowWork, StepDecision, StepResult
+
+if TYPE_CHECKING:
+    from jaxserve.hub import ModelSource
+    from jaxserve.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_MAX_MODEL_LEN = 8192
+_DEFAULT_PAGE_SIZE = {"cpu": 16}
+_OTHER_PAGE_SIZE = 64
+
+
+class ModelRunner:
+    """The device side of one engine; implements scheduler.decision.Runner. One thread may use it.
+
+    geometry                what the scheduler must know
+    model_config, source    the model's configuration and where it came from (None from from_model)
+    dtype                   "float32" or "bfloat16": type of the weights
+    options                 how the model's blocks compute
+    compiles_after_warmup   programs compiled during dispatch or collect; 0 in a healthy engine
+
+    progress is called as progress(what, done, total) while weights are read and programs are compiled.
+    """
+
+    geometry: CacheGeometry
+    model_config: ModelConfig
+    source: ModelSource | None
+    dtype: str
+    options: RuntimeOptions
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        # Only here: reading files needs packages that a caller with a built model does without.
+        from jaxserve.hub import resolve_model
+        from jaxserve.models.loading import load_config, load_model
+
+        source = resolve_model(config.model)
+        model_config = load_config(source)
+        options = resolve_options(config, jax.devices()[0].platform)
+        if progress is not None:
+            progress("load weights", 0, 1)
+        model = load_model(source, model_config, options)
+        if progress is not None:
+            progress("load weights", 1, 1)
+        self._start(config, model, options, progress)
+        self.source = source
+
+    @classmethod
+    def from_model(
+        cls,
+        config: EngineConfig,
+        model: Model,
+        options: RuntimeOptions,
+        *,
+        progress: Progress | None = None,
+    ) -> ModelRunner:
+        """A runner for a model that is built already. options: those it was built with."""
+        runner = cls.__new__(cls)
+        runner._start(config, model, options, progress)
+        runner.source = None
+        return runner
+
+    def _start(
+        self, config: EngineConfig, model: Model, options: RuntimeOptions, progress: Progress | None
+    ) -> None:
+        self.model_config = model.config
+        self.options = options
+        self.dtype = options.dtype
+        self._guard = CompileGuard()
+        enable_compile_cache(config.compile_cache_dir)
+        device = jax.devices()[0]
+        max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_model_len)
+        shapes = _resolve_shapes(config, model, options, max_model_len, device)
+        split = split_model(model)
+        programs = StepPrograms(
+            model=split,
+            shapes=shapes,
+            pages=page_arrays(model, options, shapes.num_pages),
+            hidden_size=model.config.hidden_size,
+            branch=device.platform == "cpu",
+        )
+        if config.warmup or options.deterministic:
+            compiled: Any = compile_programs({key: programs.program(key) for key in programs.keys()}, progress)
+        else:
+            compiled = _CompileOnUse(programs)
+        state = DeviceState(programs.pages, shapes)
+        eos = frozenset(int(token) for token in model.config.eos_token_ids)
+        self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
+        if options.deterministic:
+            shapes = keep_equal_buckets(self._steps)
+            compiled = {key: value for key, value in compiled.items() if key in set(_keys(programs, shapes))}
+            self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
+        if config.warmup:
+            run_each_program(self._steps)
+            # Options and rows that the calls above left behind are forgotten.
+            self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
+        self.shapes = shapes
+        self.geometry = CacheGeometry(
+            num_pages=shapes.num_pages,
+            page_size=shapes.page_size,
+            max_num_rows=shapes.max_num_rows,
+            max_num_samples=shapes.max_num_samples,
+            max_step_tokens=shapes.max_step_tokens,
+            max_model_len=max_model_len,
+        )
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        return self._guard.count
+
+    def dispatch(self, decision: StepDecision) -> StepHandle:
+        """Start the step and return at once. Raises ValueError, with nothing changed on the device, for a decision
+        that does not fit the geometry."""
+        with self._guard.watch():
+            return self._steps.dispatch(decision)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for a dispatched step and read its tokens. Once per handle, in order."""
+        with self._guard.watch():
+            return self._steps.collect(handle)
+
+    def close(self) -> None:
+        """Wait for the device and release its memory. The runner is of no use afterwards."""
+        jax.block_until_ready(self._steps.state.last_token)
+        del self._steps
+
+
+def resolve_options(config: EngineConfig, platform: str) -> RuntimeOptions:
+    """How a model is computed on `platform` ("cpu", "gpu", ...) under this configuration."""
+    attention = resolve_attention_backend(config.attention_backend, platform)
+    # The kernels for few rows sum in another order than XLA's products.
+    matmul = "xla" if config.deterministic else resolve_matmul_backend(config.matmul_backend, platform)
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    page_dtype = config.page_dtype
+    if page_dtype == "auto":
+        in_place = platform != "cpu" or attention == "cpu_ffi"
+        page_dtype = "bfloat16" if dtype == "bfloat16" and in_place else "float32"
+    return RuntimeOptions(
+        dtype=dtype,
+        page_size=config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE),
+        page_dtype=page_dtype,
+        attention=attention,
+        matmul=matmul,
+        deterministic=config.deterministic,
+    )
+
+
+def resolve_max_model_len(requested: int | None, of_model: int) -> int:
+    """Longest prompt + output. Raises ValueError when more is asked for than the model can do."""
+    if requested is None:
+        return min(of_model, _DEFAULT_MAX_MODEL_LEN)
+    if requested > of_model:
+        raise ValueError(f"max_model_len: got {requested}; allowed: up to {of_model} with this model")
+    return requested
+
+
+def page_arrays(model: Model, options: RuntimeOptions, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of each layer's pages."""
+    dtype = jnp.dtype(options.page_dtype)
+    return tuple(
+        jax.ShapeDtypeStruct(page_array_shape(spec, num_pages, options.page_size, options.attention), dtype)
+        for spec in model.attention_specs
+    )
+
+
+def _resolve_shapes(
+    config: EngineConfig, model: Model, options: RuntimeOptions, max_model_len: int, device: jax.Device
+) -> StepShapes:
+    for spec in model.attention_specs:
+        if not writes_in_place(
+            spec, options.page_size, options.page_dtype, options.attention, device.platform
+        ):
+            logger.warning(
+                "page_dtype %s with attention backend %s copies the whole cache in every step; use float32",
+                options.page_dtype, options.attention,
+            )  # fmt: skip
+            break
+    pages_per_row = -(-max_model_len // options.page_size)
+    plan = memory.plan_pages(
+        bytes_per_page=sum(
+            page_bytes(spec, options.page_size, options.page_dtype) for spec in model.attention_specs
+        ),
+        pages_per_request=pages_per_row,
+        max_num_rows=config.max_num_rows,
+        num_pages=config.num_pages,
+        kv_cache_bytes=config.kv_cache_bytes,
+        memory_fraction=config.memory_fraction,
+        free_bytes=memory.free_bytes(device),
+        platform=device.platform,
+    )
+    logger.info("cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20)
+    return StepShapes(
+        max_num_rows=config.max_num_rows,
+        pages_per_row=pages_per_row,
+        page_size=options.page_size,
+        num_pages=plan.num_pages,
+        vocab_size=model.config.vocab_size,
+        token_buckets=ladder(config.max_step_tokens),
+        sample_buckets=sample_ladder(config.max_num_rows, config.max_step_tokens),
+    )
+
+
+def _keys(programs: StepPrograms, shapes: StepShapes) -> Iterable[tuple[Any, ...]]:
+    return dataclasses.replace(programs, shapes=shapes).keys()
+
+
+class _CompileOnUse(dict[tuple[Any, ...], Any]):
+    """Without warm-up: each program is compiled by the first step that needs it."""
+
+    def __init__(self, programs: StepPrograms) -> None:
+        super().__init__()
+        self._programs = programs
+
+    def __missing__(self, key: tuple[Any, ...]) -> Any:
+        self[key] = self._programs.program(key).lower().compile()
+        return self[key]
+
+
+def run_each_program(runner: StepRunner) -> None:
+    """Call every program once with a batch from the builder that serves requests, so that the first request finds
+    buffers, thread pools and kernel objects in place. Uses pages and rows: before any request."""
+    shapes = runner.shapes
+    buffer = StepBuffer(runner.batches.layout)
+    room = min(shapes.pages_per_row, shapes.num_pages - 1)
+    pages = np.arange(1, 1 + room, dtype=np.int32)
+    hidden = None
+    for bucket in shapes.token_buckets:
+        tokens = np.zeros(min(bucket, room * shapes.page_size), np.int32)
+        decision = StepDecision(0, (RowWork(0, 0, 0, tokens, pages),), 0, ())
+        packed, _ = runner.batches.build(decision, buffer, at_least=bucket)
+        hidden = jax.block_until_ready(runner.forward(bucket, packed))
+    for bucket in shapes.sample_buckets:
+        logits = runner.head(bucket, hidden)
+        for variant in Variant:
+            tokens = runner.sample(runner.samples.neutral(bucket, variant), logits)
+        jax.device_get(runner.programs["logprobs", bucket](logits, tokens))
+    runner.copy_pages((PageCopy(1, 1),))
+    empty = np.zeros(0, np.int32)
+    runner.reset_rows([RowReset(0, empty, empty)])
+    runner.write_biases([(0, np.zeros(shapes.vocab_size, np.float32))])
+    jax.block_until_ready((runner.state.pages, runner.state.counts, runner.state.bias))

@@ -1,0 +1,230 @@
+"""A step's samples -> one flat int32 array (and a token mask), and back into SampleInputs inside the program.
+
+Options of a request do not change while it runs. They are written once into a column of a host table, by the
+request's place in the device tables; a step copies the columns it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxserve.runner.buckets import StepShapes
+from jaxserve.runner.sampling import SampleInputs
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.decision import RowReset, SampleWork
+
+# Words of one sample, in the order of the packed array [len(_FIELDS), S]. Floats lie there as their bits.
+_INTS = ("row", "count_row", "bias_row", "position", "seed_high", "seed_low", "forced", "top_k", "is_greedy")
+_FLOATS = ("inverse_temperature", "top_p", "log_min_p", "presence", "frequency", "repetition")
+_FIELDS = (*_INTS, *_FLOATS)
+_AT = {name: index for index, name in enumerate(_FIELDS)}
+_PER_STEP = ("row", "position", "seed_high", "seed_low", "forced")
+_ALL_ONES = np.int32(-1)
+
+
+class Variant(enum.IntEnum):
+    """Which sampling program a step needs: the largest that one of its rows asks for."""
+
+    GREEDY = 0
+    RANDOM = 1  # temperature, top-k, top-p, min-p
+    FULL = 2  # and penalties, bias, mask
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedSamples:
+    """packed [len(_FIELDS) * bucket] int32; mask [bucket * mask_words] int32, only with Variant.FULL."""
+
+    bucket: int
+    variant: Variant
+    packed: np.ndarray
+    mask: np.ndarray | None
+    wants_logprobs: bool
+
+
+def packed_size(num_samples: int) -> int:
+    return len(_FIELDS) * num_samples
+
+
+def unpack(packed: jax.Array, num_samples: int) -> SampleInputs:
+    """Inside a program: packed [len(_FIELDS) * num_samples] int32 -> SampleInputs."""
+    words = packed.reshape(len(_FIELDS), num_samples)
+    found = {name: words[_AT[name]] for name in _INTS}
+    found |= {name: lax.bitcast_convert_type(words[_AT[name]], jnp.float32) for name in _FLOATS}
+    seed = jnp.stack([found.pop("seed_high"), found.pop("seed_low")], axis=-1)
+    return SampleInputs(seed=lax.bitcast_convert_type(seed, jnp.uint32), **found)
+
+
+@dataclasses.dataclass(slots=True)
+class _Owner:
+    """The request whose options a column holds. Masks are packed, [mask_words] int32."""
+
+    request_id: int
+    params: SamplingParams
+    allowed: np.ndarray | None = None
+    allowed_without_stops: np.ndarray | None = None
+
+
+class SampleBuilder:
+    """Keeps the columns and fills a step's samples.
+
+    eos_token_ids  what min_tokens holds back beside a request's own stop tokens
+    """
+
+    def __init__(self, shapes: StepShapes, eos_token_ids: frozenset[int]) -> None:
+        self.shapes = shapes
+        self.eos_token_ids = eos_token_ids
+        rows = shapes.max_num_rows
+        # The last column is neutral: samples that only score, and padding.
+        self._columns = np.zeros((len(_FIELDS), rows + 1), np.int32)
+        self._floats = self._columns.view(np.float32)
+        self._variant = np.zeros(rows + 1, np.int8)
+        self._min_tokens = np.zeros(rows + 1, np.int64)
+        self._has_mask = np.zeros(rows + 1, bool)
+        self._wants_logprobs = np.zeros(rows + 1, bool)
+        self._owners: list[_Owner | None] = [None] * rows
+        for row in range(rows + 1):
+            self._write_neutral(row)
+
+    def adopt(self, samples: tuple[SampleWork, ...]) -> list[tuple[int, np.ndarray]]:
+        """Take over the options of requests that are new to their rows.
+
+        Returns (row, bias [V] float32) for those with a logit bias: the device table must take them before this
+        step samples.
+        """
+        biases = []
+        for sample in samples:
+            if sample.is_score:
+                continue
+            row = sample.row
+            if not 0 <= row < self.shapes.max_num_rows:
+                raise ValueError(f"row of a sample: got {row}; allowed: 0 to {self.shapes.max_num_rows - 1}")
+            owner = self._owners[row]
+            if owner is None or owner.request_id != sample.request_id:
+                self._write_owner(sample)
+                if sample.params.logit_bias:
+                    biases.append((row, self._dense_bias(sample.params.logit_bias)))
+        return biases
+
+    def build(self, samples: tuple[SampleWork, ...]) -> StagedSamples:
+        """Stage the samples of one step, which adopt() has seen. Fresh arrays: the device may read them in place."""
+        count = len(samples)
+        bucket = self.shapes.sample_bucket(count)
+        neutral = self.shapes.max_num_rows
+        rows = np.full(bucket, neutral, np.int64)
+        rows[:count] = [neutral if sample.is_score else sample.row for sample in samples]
+        words = self._columns[:, rows]
+        words[_AT["row"]] = rows
+        words[_AT["position"], :count] = [sample.position for sample in samples]
+        words[_AT["forced"], :count] = [sample.forced_token for sample in samples]
+        seeds = np.array([sample.seed for sample in samples], np.uint64)
+        words[_AT["seed_high"], :count] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+        words[_AT["seed_low"], :count] = seeds.astype(np.uint32).view(np.int32)
+        forced = words[_AT["forced"]]
+        if forced.max() >= self.shapes.vocab_size:
+            raise ValueError(f"forced_token: got {int(forced.max())}; allowed: up to {self.shapes.vocab_size - 1}")
+        variant = Variant(int(self._variant[rows].max()))
+        is_held = np.zeros(bucket, bool)
+        minimum = self._min_tokens[rows]
+        if minimum.any():
+            is_held[:count] = minimum[:count] > [sample.num_outputs for sample in samples]
+            variant = Variant.FULL if is_held.any() else variant
+        mask = self._mask(rows, is_held) if variant is Variant.FULL else None
+        wants = any(sample.is_score for sample in samples) or bool(self._wants_logprobs[rows].any())
+        return StagedSamples(bucket, variant, words.reshape(-1), mask, wants)
+
+    def neutral(self, bucket: int, variant: Variant) -> StagedSamples:
+        """A step of `bucket` unused samples, for warm-up."""
+        rows = np.full(bucket, self.shapes.max_num_rows, np.int64)
+        words = self._columns[:, rows]
+        words[_AT["row"]] = rows
+        mask = self._mask(rows, np.zeros(bucket, bool)) if variant is Variant.FULL else None
+        return StagedSamples(bucket, variant, words.reshape(-1), mask, False)
+
+    def counts_row(self, reset: RowReset) -> np.ndarray:
+        """The device's token counts of a row as they start, [V] int16: see sampling.adjust_logits."""
+        counted = np.bincount(reset.output_ids, minlength=self.shapes.vocab_size)
+        counts = np.minimum(counted, 0x7FFF).astype(np.uint16)
+        counts[reset.prompt_ids] |= 0x8000
+        return counts.view(np.int16)
+
+    def _mask(self, rows: np.ndarray, is_held: np.ndarray) -> np.ndarray:
+        mask = np.full((len(rows), self.shapes.mask_words), _ALL_ONES, np.int32)
+        for index in np.flatnonzero(self._has_mask[rows] | is_held).tolist():
+            owner = self._owners[rows[index]]
+            assert owner is not None
+            chosen = owner.allowed_without_stops if is_held[index] else owner.allowed
+            if chosen is not None:
+                mask[index] = chosen
+        return mask.reshape(-1)
+
+    def _write_neutral(self, row: int) -> None:
+        self._columns[:, row] = 0
+        for name in ("count_row", "bias_row"):
+            self._columns[_AT[name], row] = self.shapes.max_num_rows
+        self._columns[_AT["forced"], row] = -1
+        self._columns[_AT["is_greedy"], row] = 1
+        for name, value in (("inverse_temperature", 1), ("top_p", 1), ("log_min_p", -np.inf), ("repetition", 1)):
+            self._floats[_AT[name], row] = value
+        self._variant[row] = Variant.GREEDY
+        self._min_tokens[row] = 0
+        self._has_mask[row] = False
+        self._wants_logprobs[row] = False
+
+    def _write_owner(self, sample: SampleWork) -> None:
+        row, params = sample.row, sample.params
+        params.check_vocabulary(self.shapes.vocab_size)
+        self._write_neutral(row)
+        owner = _Owner(sample.request_id, params)
+        self._owners[row] = owner
+        self._wants_logprobs[row] = params.logprobs is not None
+        top_k = params.top_k if 0 < params.top_k < self.shapes.vocab_size else 0
+        # top_k 1 keeps one value: the argmax. Sent as greedy, so that a tie goes to the lowest id.
+        if not params.is_greedy and top_k != 1:
+            self._variant[row] = Variant.RANDOM
+            self._columns[_AT["is_greedy"], row] = 0
+            self._columns[_AT["top_k"], row] = top_k
+            self._floats[_AT["inverse_temperature"], row] = 1.0 / params.temperature
+            self._floats[_AT["top_p"], row] = params.top_p
+            self._floats[_AT["log_min_p"], row] = math.log(params.min_p) if params.min_p > 0 else -np.inf
+        if params.has_penalties:
+            self._columns[_AT["count_row"], row] = row
+            self._floats[_AT["presence"], row] = params.presence_penalty
+            self._floats[_AT["frequency"], row] = params.frequency_penalty
+            self._floats[_AT["repetition"], row] = params.repetition_penalty
+        if params.logit_bias:
+            self._columns[_AT["bias_row"], row] = row
+        if params.allowed_token_ids is not None:
+            owner.allowed = self._packed_mask(np.array(params.allowed_token_ids))
+            self._has_mask[row] = True
+        if params.has_penalties or params.logit_bias or self._has_mask[row]:
+            self._variant[row] = Variant.FULL
+        if params.min_tokens > 0:
+            owner.allowed_without_stops = self._without_stops(owner)
+            self._min_tokens[row] = params.min_tokens
+
+    def _packed_mask(self, token_ids: np.ndarray) -> np.ndarray:
+        """[mask_words] int32 with the bits of `token_ids` set."""
+        bits = np.zeros(self.shapes.mask_words * 32, np.uint8)
+        bits[token_ids] = 1
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+    def _without_stops(self, owner: _Owner) -> np.ndarray | None:
+        """The row's mask while min_tokens holds its stop tokens back. When nothing else is allowed the stop tokens
+        stay: a mask must leave something to sample."""
+        params = owner.params
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        in_range = np.array([token for token in stops if token < self.shapes.vocab_size], np.int64)
+        start = owner.allowed if owner.allowed is not None else self._packed_mask(np.arange(self.shapes.vocab_size))
+        held = start & ~self._packed_mask(in_range)
+        return held if held.any() else owner.allowed
+
+    def _dense_bias(self, logit_bias: dict[int, float]) -> np.ndarray:
+        bias = np.zeros(self.shapes.vocab_size, np.float32)
+        bias[list(logit_bias)] = list(logit_bias.values())
+        return bias

@@ -1,0 +1,251 @@
+"""The compiled programs of an engine: what they compute, and their fixed signatures.
+
+A step is forward (tokens -> hidden states of the sampled positions), head (-> logits), sample (-> tokens, stored in
+the last-token table) and, when somebody asked, logprobs. Four small families instead of one fused program make the
+number of compilations a sum of buckets instead of a product, and a mask may arrive after forward has started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxserve.models.contract import KVPages, Model, StepInputs
+from jaxserve.runner import batch_builder, sample_builder, sampling
+from jaxserve.runner.buckets import StepShapes
+from jaxserve.runner.sample_builder import Variant
+
+COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
+
+Pages = tuple[jax.Array, ...]
+Leaves = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitModel:
+    """A model as a flat tuple of arrays and the function that puts it together again inside a program.
+
+    Programs take the tuple as it is: flattening a module's tree costs more host time per step than the rest of
+    the dispatch.
+    """
+
+    leaves: Leaves
+    rebuild: Callable[[Leaves], Model]
+
+
+def split_model(model: Model) -> SplitModel:
+    """model: an nnx module, or any registered pytree."""
+    if isinstance(model, nnx.Module):
+        graph, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        return SplitModel(
+            tuple(leaves), lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+        )
+    leaves, structure = jax.tree.flatten(model)
+    return SplitModel(tuple(leaves), lambda leaves: jax.tree.unflatten(structure, leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program before compilation: the function and the shapes it is called with."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
+    donate: tuple[int, ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace and lower; compiling the result releases the GIL."""
+        return jax.jit(self.function, donate_argnums=self.donate).lower(*self.arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrograms:
+    """All programs that an engine of these shapes can use, by key.
+
+    model   the split model (its leaves may be abstract)
+    pages   shape and dtype of each layer's page array
+    """
+
+    model: SplitModel
+    shapes: StepShapes
+    pages: tuple[jax.ShapeDtypeStruct, ...]
+    hidden_size: int
+    branch: bool  # see sampling.draw_tokens
+
+    def keys(self) -> Iterator[tuple[Any, ...]]:
+        """Every key, the slowest to compile first."""
+        for size in reversed(self.shapes.token_buckets):
+            yield ("forward", size)
+        for size in reversed(self.shapes.sample_buckets):
+            for variant in reversed(Variant):
+                yield ("sample", size, variant)
+            yield ("logprobs", size)
+            yield ("head", size)
+        yield ("copy",)
+        yield ("set_counts",)
+        yield ("set_bias",)
+
+    def program(self, key: tuple[Any, ...]) -> Program:
+        """The program of `key`."""
+        return getattr(self, f"_{key[0]}")(*key[1:])
+
+    def _forward(self, num_tokens: int) -> Program:
+        layout = batch_builder.StepLayout(self.shapes)
+        function = functools.partial(forward, self.model.rebuild, layout, num_tokens)
+        arguments = (_abstract(self.model.leaves), self.pages, self._table(), _int32(layout.size(num_tokens)))
+        return Program(f"forward {num_tokens}", function, arguments, donate=(1,))
+
+    def _head(self, num_samples: int) -> Program:
+        hidden = jax.ShapeDtypeStruct((self.shapes.max_num_samples, self.hidden_size), jnp.float32)
+        function = functools.partial(head, self.model.rebuild, num_samples)
+        return Program(f"head {num_samples}", function, (_abstract(self.model.leaves), hidden))
+
+    def _sample(self, num_samples: int, variant: Variant) -> Program:
+        rows, vocab_size = self.shapes.max_num_rows, self.shapes.vocab_size
+        arguments: tuple[Any, ...] = (
+            self._logits(num_samples),
+            _int32(sample_builder.packed_size(num_samples)),
+            self._table(),
+        )
+        donate: tuple[int, ...] = (2,)
+        if variant is Variant.FULL:
+            counts = jax.ShapeDtypeStruct((rows, vocab_size), jnp.int16)
+            bias = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)
+            arguments += (counts, bias, _int32(num_samples * self.shapes.mask_words))
+            donate = (2, 3)
+        function = {
+            Variant.GREEDY: functools.partial(sample_greedy, num_samples),
+            Variant.RANDOM: functools.partial(sample_random, num_samples, self.branch),
+            Variant.FULL: functools.partial(sample_full, num_samples, self.branch),
+        }[variant]
+        return Program(f"sample {num_samples} {variant.name.lower()}", function, arguments, donate)
+
+    def _logprobs(self, num_samples: int) -> Program:
+        arguments = (self._logits(num_samples), _int32(num_samples))
+        return Program(f"logprobs {num_samples}", sampling.token_logprobs, arguments)
+
+    def _copy(self) -> Program:
+        return Program("copy", copy_pages, (self.pages, _int32(1 + 2 * COPIES_PER_CALL)), donate=(0,))
+
+    def _set_counts(self) -> Program:
+        return self._set_row("set counts", jnp.int16)
+
+    def _set_bias(self) -> Program:
+        return self._set_row("set bias", jnp.float32)
+
+    def _set_row(self, name: str, dtype: Any) -> Program:
+        rows, vocab_size = self.shapes.max_num_rows, self.shapes.vocab_size
+        table = jax.ShapeDtypeStruct((rows, vocab_size), dtype)
+        return Program(name, set_row, (table, _int32(1), jax.ShapeDtypeStruct((vocab_size,), dtype)), donate=(0,))
+
+    def _table(self) -> jax.ShapeDtypeStruct:
+        return _int32(self.shapes.max_num_rows)
+
+    def _logits(self, num_samples: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_samples, self.shapes.vocab_size), jnp.float32)
+
+
+def _int32(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _abstract(leaves: Leaves) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def forward(
+    rebuild: Callable[[Leaves], Model],
+    layout: batch_builder.StepLayout,
+    num_tokens: int,
+    leaves: Leaves,
+    pages: Pages,  # donated
+    last_token: jax.Array,  # [rows of the device tables] int32
+    packed: jax.Array,  # [layout.size(num_tokens)] int32
+) -> tuple[jax.Array, Pages]:
+    """Returns (hidden [max_num_samples, hidden_size] of the sampled positions, updated pages)."""
+    inputs, table_row = batch_builder.unpack(layout, packed, num_tokens)
+    row = jnp.minimum(inputs.batch.row_of_token, table_row.shape[0] - 1)
+    tokens = jnp.where(inputs.token_ids < 0, last_token[table_row[row]], inputs.token_ids)
+    inputs = StepInputs(tokens, inputs.batch, inputs.sample_index)
+    hidden, updated = rebuild(leaves)(inputs, KVPages(pages))
+    return hidden[inputs.sample_index], updated.layers
+
+
+def head(
+    rebuild: Callable[[Leaves], Model], num_samples: int, leaves: Leaves, hidden: jax.Array
+) -> jax.Array:
+    """hidden [max_num_samples, hidden_size] -> logits [num_samples, V]."""
+    return rebuild(leaves).compute_logits(hidden[:num_samples])
+
+
+def sample_greedy(
+    num_samples: int,
+    logits: jax.Array,  # [S, V]
+    packed: jax.Array,
+    last_token: jax.Array,  # donated
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (tokens [S], updated last-token table)."""
+    inputs = sample_builder.unpack(packed, num_samples)
+    return _store(inputs, sampling.greedy_tokens(logits), last_token)
+
+
+def sample_random(
+    num_samples: int, branch: bool, logits: jax.Array, packed: jax.Array, last_token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As sample_greedy, for steps where a row draws."""
+    inputs = sample_builder.unpack(packed, num_samples)
+    return _store(inputs, sampling.draw_tokens(logits, inputs, branch=branch), last_token)
+
+
+def sample_full(
+    num_samples: int,
+    branch: bool,
+    logits: jax.Array,
+    packed: jax.Array,
+    last_token: jax.Array,  # donated
+    counts: jax.Array,  # [rows, V] int16, donated
+    bias: jax.Array,  # [rows, V] float32
+    mask: jax.Array,  # [S * mask_words] int32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As sample_random, with penalties, bias and mask. Returns (tokens, last-token table, counts)."""
+    inputs = sample_builder.unpack(packed, num_samples)
+    adjusted = sampling.adjust_logits(logits, inputs, counts, bias, mask.reshape(num_samples, -1))
+    # Kept apart from the draw, so that the draw is compiled as in sample_random and rounds alike.
+    drawn = sampling.draw_tokens(lax.optimization_barrier(adjusted), inputs, branch=branch)
+    tokens, last_token = _store(inputs, drawn, last_token)
+    return tokens, last_token, sampling.count_tokens(counts, inputs.count_row, tokens)
+
+
+def _store(
+    inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn).astype(jnp.int32)
+    return tokens, last_token.at[inputs.row].set(tokens, mode="drop")
+
+
+def copy_pages(pages: Pages, packed: jax.Array) -> Pages:
+    """Copy pages one after the other. packed: count, COPIES_PER_CALL sources, COPIES_PER_CALL targets."""
+    sources, targets = packed[1 : 1 + COPIES_PER_CALL], packed[1 + COPIES_PER_CALL :]
+
+    # Slices instead of one scatter: XLA:CPU scatters bfloat16 by widening the whole array.
+    def copy_one(i: jax.Array, pages: Pages) -> Pages:
+        return tuple(
+            lax.dynamic_update_slice_in_dim(
+                layer, lax.dynamic_slice_in_dim(layer, sources[i], 1), targets[i], axis=0
+            )
+            for layer in pages
+        )
+
+    return lax.fori_loop(0, packed[0], copy_one, pages)
+
+
+def set_row(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+    """table [rows, V] (donated), row [1] int32, values [V]."""
+    return lax.dynamic_update_slice(table, values[None], (row[0], jnp.zeros((), jnp.int32)))
