@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxserve.detokenizer import Detokenizer
-from jaxserve.messages import FINISH_ERROR, FINISH_STOP, AddRequest, RequestOutput, TokenLogprob
+from jaxserve.messages import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, AddRequest, RequestOutput, TokenLogprob
 from jaxserve.request import Request, TokenEvent
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot carry
@@ -183,8 +183,11 @@ class Continuation:
     ) -> RequestOutput:
         request, group = self.request, self.group
         scores = None
-        if not self._was_sent and group.has_prompt_scores:
-            scores = group.prompt_logprobs
+        if not self._was_sent and group.prompt_logprobs is not None:
+            if group.has_prompt_scores:
+                scores = group.prompt_logprobs
+            elif finish_reason not in (FINISH_ABORT, FINISH_ERROR):
+                raise RuntimeError("the first token came before all scores of the prompt")
         self._was_sent = True
         token_ids, self._token_ids = self._token_ids, []
         logprobs = self._logprobs

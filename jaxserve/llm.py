@@ -19,7 +19,7 @@ import itertools
 import queue
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.engine import Engine, EngineCrash
@@ -70,7 +70,7 @@ class LLM:
         config = EngineConfig(model=model or DEFAULT_MODEL, **options)
         with LoadingProgress(is_shown=progress) as bar:
             engine = build_engine(config, bar)
-        self._start(engine, engine.tokenizer, default_params, progress)
+        self._start(engine, default_params, progress)
 
     @classmethod
     def from_engine(
@@ -82,13 +82,13 @@ class LLM:
     ) -> LLM:
         """An LLM around an engine that exists already, which it owns from here on."""
         llm = cls.__new__(cls)
-        llm._start(engine, engine.tokenizer, default_params, progress)
+        llm._start(engine, default_params, progress)
         return llm
 
-    def _start(self, engine: Engine, tokenizer: Tokenizer, default_params: SamplingParams, progress: bool) -> None:
+    def _start(self, engine: Engine, default_params: SamplingParams, progress: bool) -> None:
         self.config = engine.config
         self.model = engine.model
-        self.tokenizer = tokenizer
+        self.tokenizer = cast(Tokenizer, engine.tokenizer)  # an Engine asks less of it than LLM
         self.default_params = default_params
         self._progress = progress
         self._trace = engine.trace

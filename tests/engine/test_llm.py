@@ -249,5 +249,15 @@ def test_repr_and_flush():
         assert repr(llm).startswith("LLM('scripted', float32, context 64, cache of ")
 
 
+def test_a_long_generation_shows_its_rate(monkeypatch, capsys):
+    monkeypatch.setattr("jaxserve.progress._PATIENCE_S", 0.0)
+    with llm_of(slow_alphabet) as llm:
+        llm.generate(["a", "b"], progress=True)
+        assert "2/2" in (shown := capsys.readouterr().err) and "tok/s" in shown
+        llm.generate(["a", "b"])
+        llm.generate(["a", "b"], use_tqdm=False)
+        assert capsys.readouterr().err == ""
+
+
 def test_names_of_the_package():
     assert jaxserve.LLM is LLM
