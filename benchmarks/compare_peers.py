@@ -163,9 +163,7 @@ def peer_command(name: str, arguments: argparse.Namespace) -> tuple[list[str], d
     if name == "jaxserve-http":
         port = str(HTTP_PORTS[name])
         server = [sys.executable, "-m", "jaxserve.cli", "serve", need("gguf"), "--port", port]
-        for option in arguments.option:
-            field, _, value = option.partition("=")
-            server += [f"--{field.replace('_', '-')}", value]
+        server += [word for option in arguments.option for word in command_flags(option)]
         return [*http, f"http://127.0.0.1:{port}", "--", *server], environment
     if name == "vllm":
         return [need("vllm_python"), str(HERE / "run_vllm.py"), "--model", need("hf")], vllm_environment
@@ -179,6 +177,15 @@ def peer_command(name: str, arguments: argparse.Namespace) -> tuple[list[str], d
         model = need("openvino_model") if arguments.openvino_model else need("gguf")
         return [need("openvino_python"), str(HERE / "run_openvino.py"), "--model", model], environment
     sys.exit(f"unknown peer {name!r}; there are: jaxserve, jaxserve-http, vllm, vllm-http, openvino")
+
+
+def command_flags(option: str) -> list[str]:
+    """FIELD=VALUE as the command line has it: overlap=False is --no-overlap."""
+    field, _, value = option.partition("=")
+    name = field.replace("_", "-")
+    if value in ("True", "False"):
+        return [f"--{name}" if value == "True" else f"--no-{name}"]
+    return [f"--{name}", value]
 
 
 Results = dict[str, dict[str, list[dict[str, float]]]]  # measure -> peer -> one entry per round

@@ -169,13 +169,14 @@ def main() -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """One line. Errors that are about what the user gave say so themselves; others name their type."""
-    text = " ".join(str(error).split()) or "no message"
+    """One line. Errors about what the user gave say so themselves; of others the type is named as well."""
+    text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError):
         return f"{text}. Is the installation complete?"
-    if isinstance(error, ValueError | OSError | RuntimeError) and type(error).__module__ != "jaxlib":
+    if isinstance(error, ValueError | OSError | RuntimeError) and text:
         return text
-    return f"{type(error).__name__}: {text} (--debug shows where)"
+    name = type(error).__name__
+    return f"{name}: {text} (--debug shows where)" if text else f"{name} (--debug shows where)"
 
 
 if __name__ == "__main__":

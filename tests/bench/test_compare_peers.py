@@ -148,6 +148,14 @@ def test_missing_options_are_named() -> None:
     assert command[-2:] == ["--model", "m.gguf"]
 
 
+def test_options_reach_the_server_as_flags() -> None:
+    options = argparse.Namespace(
+        threads=1, option=["max_num_rows=8", "overlap=False", "warmup=True"], gguf="m.gguf"
+    )
+    command, _ = compare_peers.peer_command("jaxserve-http", options)
+    assert command[-4:] == ["--max-num-rows", "8", "--no-overlap", "--warmup"]
+
+
 def test_protocol_lines_are_json(tmp_path: Path) -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w") as channel:
