@@ -7,9 +7,14 @@ neighbours are computed with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import BYTE_POINTER, FLOAT, I8, I16, I32, I64
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 LANES = 16
 VECTOR = ir.VectorType(FLOAT, LANES)
@@ -104,6 +109,27 @@ class Emitter:
             v = self.b.fadd(*self._halves(v))
         return self.b.fadd(self.lane(v, 0), self.lane(v, 1))
 
+    def sum_lanes_of(self, vectors: list[ir.Value]) -> list[ir.Value]:
+        """sum_lanes of up to 16 vectors together, at a third of the cost: bit for bit the same sums."""
+        # Lane l of a vector belongs to the input owner[l]; each step halves the lanes that an input has.
+        work = [(v, [i] * LANES) for i, v in enumerate(vectors)]
+        for step in (8, 4, 2, 1):
+            if len(work) % 2:
+                work.append(work[-1])
+            joined = []
+            for (x, x_owner), (y, y_owner) in zip(work[::2], work[1::2]):
+                low = [lane for lane in range(2 * LANES) if not lane & step]
+                high = ir.Constant(INT_VECTOR, [lane + step for lane in low])
+                both, owner = [x, y], x_owner + y_owner
+                sums = self.b.fadd(
+                    self.b.shuffle_vector(*both, ir.Constant(INT_VECTOR, low)),
+                    self.b.shuffle_vector(*both, high),
+                )
+                joined.append((sums, [owner[lane] for lane in low]))
+            work = joined
+        (total, owner), *_ = work
+        return [self.lane(total, owner.index(i)) for i in range(len(vectors))]
+
     def max_lanes(self, v: ir.Value) -> ir.Value:
         while v.type.count > 2:
             v = self.max(*self._halves(v))
@@ -151,3 +177,29 @@ class Emitter:
                     rows[i] = self.b.shuffle_vector(x, y, ir.Constant(INT_VECTOR, low))
                     rows[i + step] = self.b.shuffle_vector(x, y, ir.Constant(INT_VECTOR, high))
         return rows
+
+
+def void_intrinsic(argument_types: tuple[Any, ...], emit: Callable[..., None]) -> Any:
+    """A numba function without result from emit(emitter, *values)."""
+    names = [f"a{i}" for i in range(len(argument_types))]
+
+    def codegen(context, builder, signature, args):
+        emit(Emitter(builder), *args)
+        return context.get_dummy_value()
+
+    def typing(typing_context, *arguments):
+        return types.void(*argument_types), codegen
+
+    # numba reads the number of arguments from the signature, so it has to be spelled out.
+    scope: dict[str, Any] = {"typing": typing}
+    exec(
+        f"def function(typing_context, {', '.join(names)}): return typing(typing_context, {', '.join(names)})",
+        scope,
+    )
+    return intrinsic(scope["function"])
+
+
+def emit_loop(emitter: Emitter, start: ir.Value | int, stop: ir.Value | int, step: int) -> Any:
+    """`with emit_loop(...) as (index, count)`: code for index = start, start + step, ... below stop."""
+    start, stop = (emitter.const(x) if isinstance(x, int) else x for x in (start, stop))
+    return cgutils.for_range_slice(emitter.b, start, stop, emitter.const(step))

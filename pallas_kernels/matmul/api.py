@@ -12,6 +12,7 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
     With bfloat16 weights x is rounded to bfloat16 and products are summed in float32.
+    Backend "cpu_ffi" takes its own kernel where it beats XLA: at few rows, which T fixes when a program is traced.
     Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
@@ -20,6 +21,12 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
         raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
+    if backend == "cpu_ffi":
+        # Loaded only here: it needs numba, which other platforms do without.
+        from jaxserve.pallas_kernels.matmul.cpu_ffi import MAX_ROWS, STEP, linear_cpu
+
+        if 0 < x.shape[0] <= MAX_ROWS[w.dtype.name] and x.shape[1] and x.shape[1] % STEP == 0:
+            return linear_cpu(x.astype(jnp.float32), w)
     return linear_xla(x, w)
 
 

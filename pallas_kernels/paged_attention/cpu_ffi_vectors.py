@@ -8,7 +8,6 @@ number of rows taken at once, which is what makes a token's result independent o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I32, I64
@@ -19,40 +18,16 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     MASKED,
     VECTOR,
     Emitter,
+    emit_loop,
+    void_intrinsic,
 )
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
 _INT, _FLOAT = types.intp, types.float32
-
-
-def _void_intrinsic(argument_types: tuple[Any, ...], emit: Callable[..., None]) -> Any:
-    """A numba function without result from emit(emitter, *values)."""
-    names = [f"a{i}" for i in range(len(argument_types))]
-
-    def codegen(context, builder, signature, args):
-        emit(Emitter(builder), *args)
-        return context.get_dummy_value()
-
-    def typing(typing_context, *arguments):
-        return types.void(*argument_types), codegen
-
-    # numba reads the number of arguments from the signature, so it has to be spelled out.
-    scope: dict[str, Any] = {"typing": typing}
-    exec(
-        f"def function(typing_context, {', '.join(names)}): return typing(typing_context, {', '.join(names)})",
-        scope,
-    )
-    return intrinsic(scope["function"])
-
-
-def _loop(emitter: Emitter, start: ir.Value | int, stop: ir.Value | int, step: int) -> Any:
-    start, stop = (emitter.const(x) if isinstance(x, int) else x for x in (start, stop))
-    return cgutils.for_range_slice(emitter.b, start, stop, emitter.const(step))
 
 
 def make_write_row(head_dim: int, kind: str) -> Any:
@@ -63,7 +38,7 @@ def make_write_row(head_dim: int, kind: str) -> Any:
         for d in range(0, head_dim, LANES):
             e.store_as(e.load(e.at(source, 4 * d)), e.at(target, size * d), kind)
 
-    return _void_intrinsic((_INT, _INT), emit)
+    return void_intrinsic((_INT, _INT), emit)
 
 
 def make_scale_row(head_dim: int) -> Any:
@@ -74,7 +49,7 @@ def make_scale_row(head_dim: int) -> Any:
         for d in range(0, head_dim, LANES):
             e.store(e.b.fmul(e.load(e.at(source, 4 * d)), wide), e.at(target, 4 * d))
 
-    return _void_intrinsic((_INT, _INT, _FLOAT), emit)
+    return void_intrinsic((_INT, _INT, _FLOAT), emit)
 
 
 def make_load_tokens(head_dim: int, kind: str) -> Any:
@@ -93,7 +68,7 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
         nexts = [e.load(e.at(ahead, 8 * i), I64, 8) for i in range(LANES)]
         paired = kind == "bfloat16" and head_dim % (2 * LANES) == 0
         step = 2 * LANES if paired else LANES
-        with _loop(e, 0, head_dim, step) as (d, _):
+        with emit_loop(e, 0, head_dim, step) as (d, _):
             offset = b.mul(d, e.const(size))
             target = b.add(keys, b.mul(d, e.const(4 * TILE)))
             with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
@@ -111,7 +86,7 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
                 columns = e.transpose([e.load_as_float(b.add(row, offset), kind) for row in rows])
                 for i, column in enumerate(columns):
                     e.store(column, e.at(target, 4 * i * TILE))
-        with _loop(e, 0, head_dim, LANES) as (d, _):
+        with emit_loop(e, 0, head_dim, LANES) as (d, _):
             offset = b.add(value_offset, b.mul(d, e.const(size)))
             target = b.add(values, b.mul(d, e.const(4)))
             with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
@@ -120,7 +95,7 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
             for i, row in enumerate(rows):
                 e.store(e.load_as_float(b.add(row, offset), kind), e.at(target, 4 * i * head_dim))
 
-    return _void_intrinsic((_INT,) * 5, emit)
+    return void_intrinsic((_INT,) * 5, emit)
 
 
 def make_product(vectors: int, block_vectors: int) -> Any:
@@ -145,7 +120,7 @@ def make_product(vectors: int, block_vectors: int) -> Any:
                 switch.add_case(e.const(r), block)
             for r, block in enumerate(blocks, 1):
                 b.position_at_end(block)
-                with _loop(e, 0, 64 * width * count, 64 * width) as (column, _):
+                with emit_loop(e, 0, 64 * width * count, 64 * width) as (column, _):
                     offset = e.at(column, 64 * start)
                     _emit_block(
                         e, r, width, a, a_stride, b.add(b_, offset), b_stride, b.add(c, offset), c_stride,
@@ -154,7 +129,7 @@ def make_product(vectors: int, block_vectors: int) -> Any:
                 b.branch(done)
             b.position_at_end(done)
 
-    return _void_intrinsic((_INT,) * 10, emit)
+    return void_intrinsic((_INT,) * 10, emit)
 
 
 def _emit_block(
@@ -172,7 +147,7 @@ def _emit_block(
         with from_zero:
             for slot in sums.values():
                 b.store(e.splat_const(0.0), slot)
-    with _loop(e, first, last, 1) as (i, _):
+    with emit_loop(e, first, last, 1) as (i, _):
         row = b.add(b_, b.mul(i, b_stride))
         vectors = [e.load(e.at(row, 64 * j)) for j in range(width)]
         for r in range(rows):
@@ -223,7 +198,7 @@ def make_softmax_row(head_dim: int) -> Any:
             for d in range(0, head_dim, LANES):
                 e.store(b.fmul(e.load(e.at(sums, 4 * d)), factor), e.at(sums, 4 * d))
 
-    return _void_intrinsic((_INT,) * 5 + (_FLOAT,), emit)
+    return void_intrinsic((_INT,) * 5 + (_FLOAT,), emit)
 
 
 def make_clear_row(head_dim: int) -> Any:
@@ -235,7 +210,7 @@ def make_clear_row(head_dim: int) -> Any:
         e.store(ir.Constant(FLOAT, MASKED), state)
         e.store(ir.Constant(FLOAT, 0.0), e.at(state, 4))
 
-    return _void_intrinsic((_INT, _INT), emit)
+    return void_intrinsic((_INT, _INT), emit)
 
 
 def make_merge_row(head_dim: int) -> Any:
@@ -255,7 +230,7 @@ def make_merge_row(head_dim: int) -> Any:
             mine = b.fmul(e.load(e.at(sums, 4 * d)), keep)
             e.store(e.fma(e.load(e.at(other_sums, 4 * d)), take, mine), e.at(sums, 4 * d))
 
-    return _void_intrinsic((_INT,) * 4, emit)
+    return void_intrinsic((_INT,) * 4, emit)
 
 
 def make_finish_row(head_dim: int) -> Any:
@@ -280,4 +255,4 @@ def make_finish_row(head_dim: int) -> Any:
             value = b.fadd(b.fmul(e.load(e.at(sums, 4 * d)), wide), e.splat_const(0.0))
             e.store(value, e.at(target, 4 * d))
 
-    return _void_intrinsic((_INT, _INT, _FLOAT, _INT), emit)
+    return void_intrinsic((_INT, _INT, _FLOAT, _INT), emit)

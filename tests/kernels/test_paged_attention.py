@@ -85,7 +85,7 @@ specs = st.builds(
     ),
     kv=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 2, 3, 5, 8]),
-    dim=st.sampled_from([16, 64, 80]),
+    dim=st.just(64),
     window=st.sampled_from([0, 0, 1, 7, 64, 130]),
     cap=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
     sinks=st.booleans(),
@@ -102,11 +102,14 @@ class TestPagedAttention:
         spec=specs,
         rows=row_lists,
         page_size=st.sampled_from([1, 4, 16, 64]),
-        page_dtype=st.sampled_from(["float32", "bfloat16"]),
+        # Few combinations: each compiles one handler.
+        kind=st.sampled_from([(64, "float32"), (64, "bfloat16"), (80, "bfloat16"), (16, "float32")]),
         padding=st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)),
         seed=st.integers(0, 2**32 - 1),
     )
-    def test_ragged_batches(self, backend, spec, rows, page_size, page_dtype, padding, seed):
+    def test_ragged_batches(self, backend, spec, rows, page_size, kind, padding, seed):
+        head_dim, page_dtype = kind
+        spec = dataclasses.replace(spec, head_dim=head_dim, scale=head_dim**-0.5)
         case = make_case(
             np.random.default_rng(seed), spec, rows, page_size, page_dtype,
             extra_tokens=padding[0], extra_rows=padding[1], extra_pages=padding[2],
@@ -115,7 +118,7 @@ class TestPagedAttention:
 
     @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
     def test_rows_may_share_pages(self, backend, page_dtype):
-        spec = AttentionSpec(4, 2, 32, 0.2)
+        spec = AttentionSpec(4, 2, 64, 0.2)
         case = make_case(np.random.default_rng(1), spec, [Row(40, 1), Row(40, 6)], 8, page_dtype)
         table = np.asarray(case.batch.page_table).copy()
         table[1, :4] = table[0, :4]  # the first 32 tokens are one prefix

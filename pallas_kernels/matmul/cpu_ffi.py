@@ -1,0 +1,255 @@
+"""Products of a few rows with a large weight on CPU: the weights are read once, as they are stored.
+
+out[m, n] = sum over k of x[m, k] * w[n, k]. At few rows reading w is the cost, so work is cut along n and every
+weight is used for all rows while it is in the cache. An output is 16 partial sums over k (every 16th element,
+or every 16th pair) added up in a tree: the same arithmetic for any number of rows, so rows do not depend on
+each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    BF16,
+    F32,
+    I16,
+    arg,
+    data,
+    dim,
+    dtype,
+    free,
+    load_i64,
+    malloc,
+    num_threads,
+    rank,
+    ret,
+    store_i64,
+)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import (
+    BAD_ARGUMENTS,
+    NO_MEMORY,
+    PLAN_HEAD,
+    PLAN_ITEMS,
+    PLAN_THREADS,
+    named,
+    register_handler,
+)
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_wide_vectors
+from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    ELEMENT_BYTES,
+    INT_VECTOR,
+    LANES,
+    VECTOR,
+    Emitter,
+    emit_loop,
+    void_intrinsic,
+)
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+# Up to how many rows these kernels beat XLA: benchmarks/cpu_kernels.py, AVX-512 with bf16 dot products.
+MAX_ROWS = {"float32": 16, "bfloat16": 8}
+STEP = 32  # elements of k per loop iteration; k must be a multiple
+
+_BLOCK_ROWS = 4  # rows of x per register block
+_ITEM_BYTES = 65536  # weights per work item
+_MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
+_X, _W = range(2)
+# The plan: where x lies in the type it is multiplied in, outputs per item.
+_X_AT, _PER_ITEM, _RAW, _PLAN_BYTES = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, 64
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+_BF16_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def linear_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32; K is a multiple of STEP.
+
+    With bfloat16 weights x is rounded to bfloat16.
+    """
+    call = jax.ffi.ffi_call(
+        _handler(np.dtype(w.dtype).name), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    )
+    return call(x, w)
+
+
+@functools.cache
+def _handler(kind: str) -> str:
+    is_paired = kind == "bfloat16" and has_bf16_dot()
+    name = f"jaxserve_linear_{kind}_{'dot' if is_paired else 'fma'}_w{int(has_wide_vectors())}"
+    return register_handler(name, lambda: _make_handler(name, kind, is_paired))
+
+
+def _outputs_per_block(rows: int) -> int:
+    """Outputs computed at once: enough independent sums to hide latency, few enough for the registers."""
+    if not has_wide_vectors():
+        return {1: 4, 2: 2}.get(rows, 1)
+    return 8 if rows == 1 else 4
+
+
+def _make_block(kind: str, is_paired: bool) -> Any:
+    """block(rows, w, w_stride, x, x_stride, k, y, y_stride, outputs):
+    y[rows, outputs] = x[rows, k] @ w[outputs, k].T
+
+    rows is 1 to _BLOCK_ROWS. Strides are in bytes.
+    """
+
+    def emit(e: Emitter, rows, w, w_stride, x, x_stride, k, y, y_stride, outputs) -> None:
+        b = e.b
+        done = b.append_basic_block("rows.done")
+        blocks = [b.append_basic_block(f"rows.{r}") for r in range(1, _BLOCK_ROWS + 1)]
+        switch = b.switch(rows, blocks[-1])
+        for r, block in enumerate(blocks[:-1], 1):
+            switch.add_case(e.const(r), block)
+        for r, block in enumerate(blocks, 1):
+            b.position_at_end(block)
+            wide = _outputs_per_block(r)
+            whole = b.mul(b.udiv(outputs, e.const(wide)), e.const(wide))
+            for start, stop, width in ((e.const(0), whole, wide), (whole, outputs, 1)):
+                with emit_loop(e, start, stop, width) as (n, _):
+                    _emit_outputs(
+                        e, kind, is_paired, r, width, b.add(w, b.mul(n, w_stride)), w_stride, x, x_stride, k,
+                        b.add(y, b.mul(n, e.const(4))), y_stride,
+                    )  # fmt: skip
+            b.branch(done)
+        b.position_at_end(done)
+
+    return void_intrinsic((types.intp,) * 9, emit)
+
+
+def _emit_outputs(
+    e: Emitter, kind: str, is_paired: bool, rows: int, outputs: int, w, w_stride, x, x_stride, k, y, y_stride
+) -> None:
+    b, size = e.b, ELEMENT_BYTES[kind]
+    w_rows = [b.add(w, b.mul(w_stride, e.const(n))) for n in range(outputs)]
+    x_rows = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(rows)]
+    ahead = b.mul(w_stride, e.const(outputs))  # the same columns of the next outputs
+    sums = {(n, m): cgutils.alloca_once(b, VECTOR) for n in range(outputs) for m in range(rows)}
+    for slot in sums.values():
+        b.store(e.splat_const(0.0), slot)
+    with emit_loop(e, 0, k, STEP) as (i, _):
+        offset = b.mul(i, e.const(size))
+        x_parts = [_load_step(e, kind, is_paired, b.add(row, offset)) for row in x_rows]
+        for n, row in enumerate(w_rows):
+            address = b.add(row, offset)
+            for line in range(0, STEP * size, 64):
+                e.prefetch(e.at(b.add(address, ahead), line))
+            w_parts = _load_step(e, kind, is_paired, address)
+            for m, parts in enumerate(x_parts):
+                total = b.load(sums[n, m])
+                for w_part, x_part in zip(w_parts, parts):
+                    if is_paired:
+                        dot = e.function(
+                            "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, _BF16_PAIRS, _BF16_PAIRS]
+                        )
+                        total = b.call(dot, [total, w_part, x_part])
+                    else:
+                        total = e.fma(w_part, x_part, total)
+                b.store(total, sums[n, m])
+    totals = e.sum_lanes_of([b.load(slot) for slot in sums.values()])
+    for (n, m), total in zip(sums, totals):
+        e.store(total, e.at(b.add(y, b.mul(y_stride, e.const(m))), 4 * n))
+
+
+def _load_step(e: Emitter, kind: str, is_paired: bool, address: ir.Value) -> list[ir.Value]:
+    """STEP elements as the vectors that are multiplied, in an order that is the same for x and w."""
+    b = e.b
+    if kind == "float32":
+        return [e.load(address), e.load(e.at(address, 64))]
+    if is_paired:
+        return [b.bitcast(e.load(address, ir.VectorType(I16, STEP), 2), _BF16_PAIRS)]
+    pairs = e.load(address, INT_VECTOR, 2)
+    even = b.shl(pairs, ir.Constant(INT_VECTOR, [16] * LANES))
+    odd = b.and_(pairs, ir.Constant(INT_VECTOR, [-65536] * LANES))
+    return [b.bitcast(even, VECTOR), b.bitcast(odd, VECTOR)]
+
+
+def _make_convert(kind: str) -> Any:
+    """convert(source, target): STEP elements of x, from float32 to `kind`."""
+
+    def emit(e: Emitter, source: ir.Value, target: ir.Value) -> None:
+        for i in range(0, STEP, LANES):
+            e.store_as(e.load(e.at(source, 4 * i)), e.at(target, ELEMENT_BYTES[kind] * i), kind)
+
+    return void_intrinsic((types.intp, types.intp), emit)
+
+
+def _make_handler(name: str, kind: str, is_paired: bool) -> tuple[Any, Any, Any]:
+    size, w_type = ELEMENT_BYTES[kind], F32 if kind == "float32" else BF16
+    block, convert = _make_block(kind, is_paired), _make_convert(kind)
+    is_converted = kind != "float32"
+
+    @named(name)
+    def check(frame):
+        x, w, y = arg(frame, _X), arg(frame, _W), ret(frame, 0)
+        if dtype(x) != F32 or dtype(w) != w_type or rank(x) != 2 or rank(w) != 2 or rank(y) != 2:
+            return False
+        if dim(x, 1) != dim(w, 1) or dim(x, 1) % STEP != 0 or dim(x, 1) == 0:
+            return False
+        return dim(y, 0) == dim(x, 0) and dim(y, 1) == dim(w, 0)
+
+    @named(name)
+    def plan(frame):
+        if not check(frame):
+            return BAD_ARGUMENTS
+        x, rows, k, outputs = data(arg(frame, _X)), dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), 0
+        outputs = dim(arg(frame, _W), 0)
+        raw = malloc(_PLAN_BYTES + 64 + (rows * k * size if is_converted else 0))
+        if raw == 0:
+            return NO_MEMORY
+        plan_address = (raw + 63) // 64 * 64
+        if is_converted:
+            target = plan_address + _PLAN_BYTES
+            for i in range(0, rows * k, STEP):
+                convert(x + 4 * i, target + size * i)
+            x = target
+        w_bytes = outputs * k * size
+        threads = max(1, min(num_threads(frame), w_bytes // _MIN_THREAD_BYTES))
+        per_item = outputs
+        if threads > 1:
+            per_item = max(1, min(_ITEM_BYTES // (k * size), outputs // threads)) // 8 * 8
+            per_item = max(per_item, 8)
+        store_i64(plan_address, PLAN_ITEMS, (outputs + per_item - 1) // per_item if outputs > 0 else 0)
+        store_i64(plan_address, PLAN_THREADS, threads)
+        store_i64(plan_address, _X_AT, x)
+        store_i64(plan_address, _PER_ITEM, per_item)
+        store_i64(plan_address, _RAW, raw)
+        return plan_address
+
+    @named(name)
+    def body(frame, plan_address, i, worker):
+        rows, k, outputs = dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), dim(arg(frame, _W), 0)
+        per_item, x = load_i64(plan_address, _PER_ITEM), load_i64(plan_address, _X_AT)
+        first = i * per_item
+        count = min(per_item, outputs - first)
+        w, y = data(arg(frame, _W)) + first * k * size, data(ret(frame, 0)) + first * 4
+        for m in range(0, rows, _BLOCK_ROWS):
+            block(
+                min(_BLOCK_ROWS, rows - m), w, k * size, x + m * k * size, k * size, k,
+                y + m * outputs * 4, outputs * 4, count,
+            )  # fmt: skip
+
+    @named(name)
+    def finish(frame, plan_address):
+        free(load_i64(plan_address, _RAW))
+
+    return plan, body, finish

@@ -1,0 +1,87 @@
+"""Dense products of every backend against float64."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
+from jaxserve.pallas_kernels.matmul.api import linear
+
+BACKENDS = [
+    "xla",
+    pytest.param(
+        "cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+    ),
+]
+DTYPES = ["float32", "bfloat16"]
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def _linear(x, w, *, backend):
+    return linear(x, w, backend=backend)
+
+
+def _arrays(rows: int, outputs: int, k: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows * 7919 + outputs)
+    x, w = rng.standard_normal((rows, k), np.float32), rng.standard_normal((outputs, k), np.float32)
+    return jnp.asarray(x), jnp.asarray(w, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestLinear:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16, 40])
+    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (1, 32), (67, 64), (30, 20), (1501, 96)])
+    def test_close_to_float64(self, backend, rows, outputs, k, dtype):
+        x, w = _arrays(rows, outputs, k, dtype)
+        out = np.asarray(_linear(x, w, backend=backend))
+        assert out.dtype == np.float32 and out.shape == (rows, outputs)
+        # What is promised: x rounded to the type of the weights, sums in float32.
+        rounded = np.asarray(x.astype(w.dtype)).astype(np.float64)
+        expected = rounded @ np.asarray(w).astype(np.float64).T
+        assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
+
+    def test_wrong_arguments_are_named(self, backend):
+        x, w = _arrays(2, 8, 32, "float32")
+        with pytest.raises(ValueError, match=r"linear: got x \(2, 16\) and w \(8, 32\)"):
+            linear(x[:, :16], w, backend=backend)
+        with pytest.raises(ValueError, match="w: got dtype int32; allowed: float32, bfloat16"):
+            linear(x, w.astype(jnp.int32), backend=backend)
+        with pytest.raises(ValueError, match="matmul backend: got 'cuda'"):
+            linear(x, w, backend="cuda")
+
+
+@pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+class TestSkinnyKernel:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rows_do_not_depend_on_their_number(self, dtype):
+        from jaxserve.pallas_kernels.matmul.cpu_ffi import MAX_ROWS, linear_cpu
+
+        x, w = _arrays(MAX_ROWS[dtype], 193, 96, dtype)
+        together = np.asarray(jax.jit(linear_cpu)(x, w))
+        for first in range(len(x)):
+            for count in (1, 3, 4):
+                part = np.asarray(jax.jit(linear_cpu)(x[first : first + count], w))
+                assert part.tobytes() == together[first : first + count].tobytes()
+
+    def test_many_threads_at_once(self):
+        x, w = _arrays(3, 4000, 512, "bfloat16")
+        expected = np.asarray(_linear(x, w, backend="cpu_ffi"))
+        wrong = []
+
+        def work() -> None:
+            for _ in range(20):
+                if not np.array_equal(np.asarray(_linear(x, w, backend="cpu_ffi")), expected):
+                    wrong.append(1)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
