@@ -54,27 +54,30 @@ class StepShapes:
         return _smallest("samples", self.sample_buckets, num_samples)
 
 
-def ladder(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to `largest`, which is always the last.
+def token_ladder(max_step_tokens: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to `max_step_tokens`, which is always the last.
 
-    Steps of at most a half above 16 bound the padding at a third of a step (a quarter on average between 16 and
-    `largest`); each bucket costs one compilation at the first start only.
+    A step computes its padding too, so sizes lie closer where steps cost most; below 16 tokens a step is bound by
+    reading the weights, and padding is nearly free.
     """
     sizes = []
-    size = 1
-    while size < largest:
+    for size in _powers_of_two(max_step_tokens):
         sizes.append(size)
-        if size >= 16 and size * 3 // 2 < largest:
+        if size >= 16 and size * 3 // 2 < max_step_tokens:
             sizes.append(size * 3 // 2)
-        size *= 2
-    return (*sizes, largest)
+    return (*sizes, max_step_tokens)
 
 
 def sample_ladder(max_num_rows: int, max_step_tokens: int) -> tuple[int, ...]:
-    """Buckets of sampled positions: every row, and room for prompt scores beside them."""
-    rows = ladder(max_num_rows)
+    """1, 4, 8, 16, ... up to every row, and one bucket with room for prompt scores beside them. Each size costs
+    five programs; two rows cost about what four do, for both are bound by reading the head's weights."""
     most = max_num_rows + min(SCORES_BESIDE_ROWS, max_step_tokens)
-    return rows if most == max_num_rows else (*rows, most)
+    return (*(size for size in _powers_of_two(max_num_rows) if size != 2), max_num_rows, most)
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    """Those below `limit`."""
+    return [1 << exponent for exponent in range((limit - 1).bit_length())]
 
 
 def _smallest(what: str, buckets: tuple[int, ...], count: int) -> int:

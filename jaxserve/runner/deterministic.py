@@ -12,6 +12,7 @@ import logging
 
 import jax
 import numpy as np
+
 from jaxserve.runner.batch_builder import StepBuffer
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.device import StepRunner

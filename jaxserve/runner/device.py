@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.memory import allocate
@@ -139,7 +140,9 @@ class StepRunner:
         """Start the token counts of rows."""
         for reset in resets:
             row = np.array([reset.row], np.int32)
-            self.state.counts = self.programs["set_counts",](self.state.counts, row, self.samples.counts_row(reset))
+            self.state.counts = self.programs["set_counts",](
+                self.state.counts, row, self.samples.counts_row(reset)
+            )
 
     def write_biases(self, biases: Iterable[tuple[int, np.ndarray]]) -> None:
         """Set rows of the bias table: (row, bias [V])."""

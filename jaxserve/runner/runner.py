@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
 from jaxserve.pallas_kernels.paged_attention.api import page_array_shape, page_bytes, writes_in_place
 from jaxserve.runner import memory
 from jaxserve.runner.batch_builder import StepBuffer
-from jaxserve.runner.buckets import StepShapes, ladder, sample_ladder
+from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
 from jaxserve.runner.sample_builder import Variant
@@ -191,9 +192,7 @@ def _resolve_shapes(
     config: EngineConfig, model: Model, options: RuntimeOptions, max_model_len: int, device: jax.Device
 ) -> StepShapes:
     for spec in model.attention_specs:
-        if not writes_in_place(
-            spec, options.page_size, options.page_dtype, options.attention, device.platform
-        ):
+        if not writes_in_place(spec, options.page_size, options.page_dtype, options.attention, device.platform):
             logger.warning(
                 "page_dtype %s with attention backend %s copies the whole cache in every step; use float32",
                 options.page_dtype, options.attention,
@@ -212,14 +211,16 @@ def _resolve_shapes(
         free_bytes=memory.free_bytes(device),
         platform=device.platform,
     )
-    logger.info("cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20)
+    logger.info(
+        "cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20
+    )
     return StepShapes(
         max_num_rows=config.max_num_rows,
         pages_per_row=pages_per_row,
         page_size=options.page_size,
         num_pages=plan.num_pages,
         vocab_size=model.config.vocab_size,
-        token_buckets=ladder(config.max_step_tokens),
+        token_buckets=token_ladder(config.max_step_tokens),
         sample_buckets=sample_ladder(config.max_num_rows, config.max_step_tokens),
     )
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.sampling import SampleInputs
 from jaxserve.sampling_params import SamplingParams
@@ -220,7 +221,9 @@ class SampleBuilder:
         params = owner.params
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
         in_range = np.array([token for token in stops if token < self.shapes.vocab_size], np.int64)
-        start = owner.allowed if owner.allowed is not None else self._packed_mask(np.arange(self.shapes.vocab_size))
+        start = (
+            owner.allowed if owner.allowed is not None else self._packed_mask(np.arange(self.shapes.vocab_size))
+        )
         held = start & ~self._packed_mask(in_range)
         return held if held.any() else owner.allowed
 

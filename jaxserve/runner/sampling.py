@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from jaxserve.sampling_params import MAX_TOP_LOGPROBS
 
 BLOCK = 64  # tokens per block
@@ -112,7 +113,9 @@ def adjust_logits(
     """Penalties, bias and mask. Rows without them keep every logit bitwise."""
     num_rows, vocab_size = counts.shape
     has_counts = (inputs.count_row < num_rows)[:, None]
-    seen = jnp.where(has_counts, counts[jnp.minimum(inputs.count_row, num_rows - 1)], jnp.int16(0)).astype(jnp.int32)
+    seen = jnp.where(has_counts, counts[jnp.minimum(inputs.count_row, num_rows - 1)], jnp.int16(0)).astype(
+        jnp.int32
+    )
     num_outputs = (seen & _COUNT_MASK).astype(jnp.float32)
     repetition = inputs.repetition[:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -283,14 +286,23 @@ def _search(
 ) -> jax.Array:
     """The threshold of top-k and then top-p, [S]."""
     weights = jnp.exp(values)
-    state = _Search(
-        _ordered(floor), jnp.ones_like(count), jnp.where(wants, count, 0), jnp.zeros_like(count), mass
-    )
-    state = _bisect(values, weights, state, wants & (k > 0), lambda number, _: number >= k)
-    target = p * jnp.where(k > 0, state.mass_low, total)
-    state = state._replace(high=jnp.ones_like(count), count_high=jnp.zeros_like(count))
-    state = _bisect(values, weights, state, wants & (p < 1.0), lambda _, mass: mass >= target)
-    return _from_ordered(state.low)
+
+    def phase(is_top_p: jax.Array, state: _Search) -> _Search:
+        # One body for both phases halves what there is to compile.
+        is_wanted = wants & jnp.where(is_top_p == 0, k > 0, p < 1.0)
+        target = p * jnp.where(k > 0, state.mass_low, total)
+        high = _Search(state.low, jnp.ones_like(k), state.count_low, jnp.zeros_like(k), state.mass_low)
+        return _bisect(
+            values,
+            weights,
+            high,
+            is_wanted,
+            lambda number, mass: jnp.where(is_top_p == 0, number >= k, mass >= target),
+        )
+
+    nothing = jnp.zeros_like(k)
+    state = _Search(_ordered(floor), nothing, count, nothing, mass)
+    return _from_ordered(lax.fori_loop(0, 2, phase, state).low)
 
 
 def _bisect(
@@ -305,8 +317,8 @@ def _bisect(
         middle = jnp.where(step < LINEAR_STEPS, by_value, by_bits)
         middle = jnp.clip(middle, state.low + 1, state.high - 1)
         number, mass = _measure(values, weights, _from_ordered(middle))
-        enough = is_enough(number, mass)
-        up, down = wants & state.is_open() & enough, wants & state.is_open() & ~enough
+        is_moving, enough = wants & state.is_open(), is_enough(number, mass)
+        up, down = is_moving & enough, is_moving & ~enough
         return step + 1, _Search(
             jnp.where(up, middle, state.low),
             jnp.where(down, middle, state.high),
@@ -354,7 +366,9 @@ def _invert(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Index of [S, n] drawn in proportion to the weights; never one of weight zero unless all are."""
-    cumulative = jnp.cumsum(weights, axis=-1)
+    # n is at most a few hundred: one masked sum compiles to one loop, a scan to dozens.
+    index = jnp.arange(weights.shape[1])
+    cumulative = jnp.sum(jnp.where(index <= index[:, None], weights[:, None, :], 0.0), axis=-1)
     is_beyond = (cumulative > uniform[:, None] * cumulative[:, -1:]) & (weights > 0)
     last = weights.shape[1] - 1 - _first((weights > 0)[:, ::-1])
     return jnp.where(jnp.any(is_beyond, axis=-1), _first(is_beyond), last)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+
 from jaxserve.models.contract import KVPages, Model, StepInputs
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
@@ -44,9 +45,7 @@ def split_model(model: Model) -> SplitModel:
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
         leaves, structure = jax.tree.flatten(state)
-        return SplitModel(
-            tuple(leaves), lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-        )
+        return SplitModel(tuple(leaves), lambda leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves)))
     leaves, structure = jax.tree.flatten(model)
     return SplitModel(tuple(leaves), lambda leaves: jax.tree.unflatten(structure, leaves))
 
@@ -178,9 +177,7 @@ def forward(
     return hidden[inputs.sample_index], updated.layers
 
 
-def head(
-    rebuild: Callable[[Leaves], Model], num_samples: int, leaves: Leaves, hidden: jax.Array
-) -> jax.Array:
+def head(rebuild: Callable[[Leaves], Model], num_samples: int, leaves: Leaves, hidden: jax.Array) -> jax.Array:
     """hidden [max_num_samples, hidden_size] -> logits [num_samples, V]."""
     return rebuild(leaves).compute_logits(hidden[:num_samples])
 
@@ -223,9 +220,7 @@ def sample_full(
     return tokens, last_token, sampling.count_tokens(counts, inputs.count_row, tokens)
 
 
-def _store(
-    inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _store(inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array) -> tuple[jax.Array, jax.Array]:
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn).astype(jnp.int32)
     return tokens, last_token.at[inputs.row].set(tokens, mode="drop")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from jaxserve.runner.step import Program
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.config import EngineConfig
 from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, paged_attention
+
+from jaxserve.config import EngineConfig
 from jaxserve.runner.runner import ModelRunner
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 203, 32, 4, 2, 16, 2
