@@ -1,8 +1,9 @@
 """Which shapes give bitwise equal rows, found by running the compiled programs.
 
-A matrix product may sum in another order for another number of rows, so a token computed in a bucket of 8 can differ
-in the last bits from the same token in a bucket of 256. Which sizes agree depends on the machine, the dtype and the
-compiler: no table says it. So the programs themselves are asked, and only buckets that agree with the largest stay.
+A matrix product may sum in another order for another number of rows, so a token computed in a bucket of 8 can
+differ in the last bits from the same token in a bucket of 256. Which sizes agree depends on the machine, the dtype
+and the compiler: no table says it. So the programs themselves are asked, and only buckets that agree with the
+largest stay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class NotDeterministic(RuntimeError):
 def keep_equal_buckets(runner: StepRunner) -> StepShapes:
     """The shapes with those buckets only whose programs give bitwise the rows of the largest bucket's.
 
-    Writes pages: call it before any request. Raises NotDeterministic when the largest bucket disagrees with itself.
+    Writes pages: call it before any request. Raises NotDeterministic when the largest bucket disagrees with
+    itself.
     """
     shapes = runner.shapes
     probe = _Probe(runner)

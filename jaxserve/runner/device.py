@@ -33,8 +33,11 @@ class StepHandle:
 
 
 class DeviceState:
-    """Everything on the device that steps change. Each program that changes a part takes it donated and returns the
-    new one, so nobody else may keep a reference; the order of calls is the order on the device."""
+    """Everything on the device that steps change.
+
+    Each program that changes a part takes it donated and returns the new one, so nobody else may keep a reference;
+    the order of calls is the order on the device.
+    """
 
     def __init__(self, pages: tuple[jax.ShapeDtypeStruct, ...], shapes: StepShapes) -> None:
         rows, vocab_size = shapes.max_num_rows, shapes.vocab_size
@@ -48,7 +51,7 @@ class DeviceState:
 class StepRunner:
     """Runs decisions through compiled programs. Not thread-safe: one thread dispatches and collects.
 
-    programs  key (see StepPrograms.keys) -> compiled program
+    programs  key (see StepPrograms.all_keys) -> compiled program
     leaves    the model's arrays
     """
 
@@ -69,7 +72,7 @@ class StepRunner:
         self._free_buffers: list[StepBuffer] = []
 
     def dispatch(self, decision: StepDecision) -> StepHandle:
-        """Start a step. Raises ValueError, with nothing changed on the device, for a decision that does not fit."""
+        """Start a step. Raises ValueError, with nothing changed on the device, for one that does not fit."""
         buffer = self._free_buffers.pop() if self._free_buffers else StepBuffer(self.batches.layout)
         packed, bucket = self.batches.build(decision, buffer)
         biases = self.samples.adopt(decision.samples)

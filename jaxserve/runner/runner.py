@@ -105,7 +105,8 @@ class ModelRunner:
             branch=device.platform == "cpu",
         )
         if config.warmup or options.deterministic:
-            compiled: Any = compile_programs({key: programs.program(key) for key in programs.keys()}, progress)
+            wanted = {key: programs.program(key) for key in programs.all_keys()}
+            compiled: Any = compile_programs(wanted, progress)
         else:
             compiled = _CompileOnUse(programs)
         state = DeviceState(programs.pages, shapes)
@@ -226,7 +227,7 @@ def _resolve_shapes(
 
 
 def _keys(programs: StepPrograms, shapes: StepShapes) -> Iterable[tuple[Any, ...]]:
-    return dataclasses.replace(programs, shapes=shapes).keys()
+    return dataclasses.replace(programs, shapes=shapes).all_keys()
 
 
 class _CompileOnUse(dict[tuple[Any, ...], Any]):

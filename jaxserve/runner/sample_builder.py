@@ -113,7 +113,8 @@ class SampleBuilder:
         return biases
 
     def build(self, samples: tuple[SampleWork, ...]) -> StagedSamples:
-        """Stage the samples of one step, which adopt() has seen. Fresh arrays: the device may read them in place."""
+        """Stage the samples of one step, which adopt() has seen. The arrays are fresh: the device may read them in
+        place."""
         count = len(samples)
         bucket = self.shapes.sample_bucket(count)
         neutral = self.shapes.max_num_rows

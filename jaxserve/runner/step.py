@@ -1,8 +1,8 @@
 """The compiled programs of an engine: what they compute, and their fixed signatures.
 
-A step is forward (tokens -> hidden states of the sampled positions), head (-> logits), sample (-> tokens, stored in
-the last-token table) and, when somebody asked, logprobs. Four small families instead of one fused program make the
-number of compilations a sum of buckets instead of a product, and a mask may arrive after forward has started.
+A step is forward (tokens -> hidden states of the sampled positions), head (-> logits), sample (-> tokens, stored
+in the last-token table) and, when somebody asked, logprobs. Four small families instead of one fused program make
+the number of compilations a sum of buckets instead of a product, and a mask may arrive after forward has started.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepPrograms:
     hidden_size: int
     branch: bool  # see sampling.draw_tokens
 
-    def keys(self) -> Iterator[tuple[Any, ...]]:
+    def all_keys(self) -> Iterator[tuple[Any, ...]]:
         """Every key, the slowest to compile first."""
         for size in reversed(self.shapes.token_buckets):
             yield ("forward", size)

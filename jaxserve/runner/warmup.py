@@ -49,7 +49,7 @@ def enable_compile_cache(directory: str | None) -> Path | None:
 def compile_programs(
     programs: dict[tuple[Any, ...], Program], progress: Progress | None = None
 ) -> dict[tuple[Any, ...], Callable[..., Any]]:
-    """Lower and compile every program. Lowering holds the GIL and runs here; compiling runs in threads beside it."""
+    """Lower and compile every program. Lowering holds the GIL and runs here, compiling in threads beside it."""
     compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
     done, lock = 0, threading.Lock()
     started = time.perf_counter()

@@ -19,8 +19,8 @@ MIB = 2**20
 
 def plan(**changes: Any) -> int:
     wanted: dict[str, Any] = {
-        "bytes_per_page": MIB, "pages_per_request": 10, "max_num_rows": 4, "num_pages": None, "kv_cache_bytes": None,
-        "memory_fraction": 0.5, "free_bytes": 1000 * MIB, "platform": "cpu",
+        "bytes_per_page": MIB, "pages_per_request": 10, "max_num_rows": 4, "num_pages": None,
+        "kv_cache_bytes": None, "memory_fraction": 0.5, "free_bytes": 1000 * MIB, "platform": "cpu",
     }  # fmt: skip
     return plan_pages(**(wanted | changes)).num_pages
 
