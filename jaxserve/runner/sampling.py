@@ -4,8 +4,8 @@ Order: penalties, logit bias, mask, temperature, top-k, top-p over what top-k le
 
 * A row's token depends on its own logits and options only. Greedy rows get exactly the argmax (the lowest id
   among equals) in every program; neutral options leave every value bitwise as it was.
-* Truncation keeps a set {token : scaled logit >= threshold}. top-k: the threshold is the k-th largest value; top-p:
-  the largest value whose set holds at least top_p of the mass. Tokens equal to the threshold are all kept.
+* Truncation keeps a set {token : scaled logit >= threshold}. top-k: the threshold is the k-th largest value;
+  top-p: the largest value whose set holds at least top_p of the mass. Tokens equal to the threshold are all kept.
   top_k = 1 is greedy (the host sends it as such), so a tie there goes to the lowest id.
 * The threshold is found by bisection, without sorting the vocabulary: first among the NUM_CANDIDATE_BLOCKS blocks
   of largest maxima, which hold every token above the smallest of those maxima; a row whose threshold lies lower
@@ -258,7 +258,7 @@ def _measure(values: jax.Array, weights: jax.Array, floor: jax.Array) -> tuple[j
 def _search_whole(
     values: jax.Array, total: jax.Array, k: jax.Array, p: jax.Array, wants: jax.Array, *, branch: bool
 ) -> jax.Array:
-    """_search over the whole vocabulary [S, V]. Tokens below LOWEST_SCALED have no weight: nothing is kept there."""
+    """_search over the whole vocabulary [S, V]. Tokens below LOWEST_SCALED have no weight and are not looked for."""
     floor = jnp.full(k.shape, LOWEST_SCALED, jnp.float32)
     count = jnp.full(k.shape, values.shape[1], jnp.int32)
     if not branch:

@@ -79,8 +79,9 @@ def test_the_kept_set_is_that_of_a_full_sort(vocab: int, spread: float, branch: 
     logits = (random.standard_normal((ROWS, vocab)) * spread).astype(np.float32)
     for top_k, top_p, min_p, temperature in (
         (0, 1.0, 0.0, 1.0), (1, 1.0, 0.0, 1.0), (5, 1.0, 0.0, 0.7), (700, 1.0, 0.0, 1.0),
-        (vocab - 1, 1.0, 0.0, 1.0), (10**6, 1.0, 0.0, 1.0), (0, 1e-6, 0.0, 1.0), (0, 0.5, 0.0, 1.3), (0, 0.95, 0.0, 1.0), (0, 0.999, 0.0, 2.0),
-        (30, 0.9, 0.0, 1.0), (9000, 0.9, 0.0, 1.0), (0, 1.0, 0.05, 1.0), (50, 0.9, 0.2, 0.5),
+        (vocab - 1, 1.0, 0.0, 1.0), (10**6, 1.0, 0.0, 1.0), (0, 1e-6, 0.0, 1.0), (0, 0.5, 0.0, 1.3),
+        (0, 0.95, 0.0, 1.0), (0, 0.999, 0.0, 2.0), (30, 0.9, 0.0, 1.0), (9000, 0.9, 0.0, 1.0),
+        (0, 1.0, 0.05, 1.0), (50, 0.9, 0.2, 0.5),
     ):  # fmt: skip
         inputs = make_inputs(
             top_k=0 if top_k >= vocab else top_k, top_p=top_p, inverse_temperature=1 / temperature,
