@@ -7,6 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
 
+# XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
+# give every row the bits that it has among any larger number of rows.
+_MIN_XLA_ROWS = 4
+
 
 def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
@@ -31,11 +35,10 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
 
 
 def linear_xla(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`linear` by XLA's dot_general."""
+    """`linear` by XLA's dot_general, on at least _MIN_XLA_ROWS rows."""
     num_tokens = x.shape[0]
-    if num_tokens == 1:
-        # XLA:CPU has a path for one row that widens the whole weight first; two rows are far cheaper.
-        x = jnp.concatenate([x, jnp.zeros_like(x)])
+    if num_tokens < _MIN_XLA_ROWS:
+        x = jnp.pad(x, ((0, _MIN_XLA_ROWS - num_tokens), (0, 0)))
     out = lax.dot_general(
         x.astype(w.dtype),
         w,

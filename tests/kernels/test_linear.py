@@ -56,6 +56,19 @@ class TestLinear:
             linear(x, w, backend="cuda")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "k"), [(192, 576), (256, 640), (64, 64)])
+def test_xla_rows_do_not_depend_on_their_number(outputs, k, dtype):
+    """Up to 4 rows, and any multiple of 4: what a ladder of step sizes may use where results must not change
+    with the batch. (A remainder of one or two rows past a multiple of 16 takes another path.)"""
+    x, w = _arrays(256, outputs, k, dtype)
+    together = np.asarray(_linear(x, w, backend="xla"))
+    for rows in (1, 2, 3, 4, 8, 12, 16, 20, 32, 52, 64, 128):
+        for first in (0, 37, 256 - rows):
+            part = np.asarray(_linear(x[first : first + rows], w, backend="xla"))
+            assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
+
+
 @pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
 class TestSkinnyKernel:
     @pytest.mark.parametrize("dtype", DTYPES)
