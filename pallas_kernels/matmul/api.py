@@ -1,4 +1,4 @@
-"""Dense products with weights stored [out, in], whatever the backend."""
+"""Dense products with weights stored [out, in], whatever the backend and the form of the weights."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize
 
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
 
 
-def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | QuantizedWeight, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
-    With bfloat16 weights x is rounded to bfloat16 and products are summed in float32.
-    Backend "cpu_ffi" takes its own kernel where it beats XLA: at few rows, which T fixes when a program is traced.
-    Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
+    With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are
+    multiplied as stored at few rows, with x in float32; at many rows, and by XLA, they are expanded to bfloat16.
+    Backend "cpu_ffi" takes its own kernels where they beat XLA: at few rows, which T fixes when a program is
+    traced. Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+    if x.ndim != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
+    if isinstance(w, QuantizedWeight):
+        return _linear_quantized(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
     if backend == "cpu_ffi":
@@ -32,6 +36,16 @@ def linear(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
         if 0 < x.shape[0] <= MAX_ROWS[w.dtype.name] and x.shape[1] and x.shape[1] % STEP == 0:
             return linear_cpu(x.astype(jnp.float32), w)
     return linear_xla(x, w)
+
+
+def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
+    if backend == "cpu_ffi":
+        from jaxserve.pallas_kernels.matmul.cpu_ffi import STEP
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS, linear_cpu_quantized
+
+        if 0 < x.shape[0] <= MAX_ROWS and x.shape[1] and x.shape[1] % STEP == 0:
+            return linear_cpu_quantized(x.astype(jnp.float32), w)
+    return linear_xla(x, dequantize(w).astype(jnp.bfloat16))
 
 
 def linear_xla(x: jax.Array, w: jax.Array) -> jax.Array:

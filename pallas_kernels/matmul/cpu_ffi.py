@@ -57,7 +57,7 @@ from numba.core import cgutils
 MAX_ROWS = {"float32": 16, "bfloat16": 8}
 STEP = 32  # elements of k per loop iteration; k must be a multiple
 
-_BLOCK_ROWS = 4  # rows of x per register block
+BLOCK_ROWS = 4  # rows of x per register block
 _ITEM_BYTES = 65536  # weights per work item
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
 _X, _W = range(2)
@@ -106,17 +106,17 @@ def _outputs_per_block(rows: int) -> int:
     return 8 if rows == 1 else 4
 
 
-def _make_block(kind: str, is_paired: bool) -> Any:
+def make_block(kind: str, is_paired: bool) -> Any:
     """block(rows, w, w_stride, x, x_stride, k, y, y_stride, outputs):
     y[rows, outputs] = x[rows, k] @ w[outputs, k].T
 
-    rows is 1 to _BLOCK_ROWS. Strides are in bytes.
+    rows is 1 to BLOCK_ROWS. Strides are in bytes.
     """
 
     def emit(e: Emitter, rows, w, w_stride, x, x_stride, k, y, y_stride, outputs) -> None:
         b = e.b
         done = b.append_basic_block("rows.done")
-        blocks = [b.append_basic_block(f"rows.{r}") for r in range(1, _BLOCK_ROWS + 1)]
+        blocks = [b.append_basic_block(f"rows.{r}") for r in range(1, BLOCK_ROWS + 1)]
         switch = b.switch(rows, blocks[-1])
         for r, block in enumerate(blocks[:-1], 1):
             switch.add_case(e.const(r), block)
@@ -195,7 +195,7 @@ def _make_convert(kind: str) -> Any:
 
 def _make_handler(name: str, kind: str, is_paired: bool) -> tuple[Any, Any, Any]:
     size, w_type = ELEMENT_BYTES[kind], F32 if kind == "float32" else BF16
-    block, convert = _make_block(kind, is_paired), _make_convert(kind)
+    block, convert = make_block(kind, is_paired), _make_convert(kind)
     is_converted = kind != "float32"
 
     @named(name)
@@ -242,9 +242,9 @@ def _make_handler(name: str, kind: str, is_paired: bool) -> tuple[Any, Any, Any]
         first = i * per_item
         count = min(per_item, outputs - first)
         w, y = data(arg(frame, _W)) + first * k * size, data(ret(frame, 0)) + first * 4
-        for m in range(0, rows, _BLOCK_ROWS):
+        for m in range(0, rows, BLOCK_ROWS):
             block(
-                min(_BLOCK_ROWS, rows - m), w, k * size, x + m * k * size, k * size, k,
+                min(BLOCK_ROWS, rows - m), w, k * size, x + m * k * size, k * size, k,
                 y + m * outputs * 4, outputs * 4, count,
             )  # fmt: skip
 

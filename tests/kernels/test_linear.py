@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear
+from jaxserve.pallas_kernels.matmul.quantized import KINDS, QuantizedWeight, quantize_int8
 
 BACKENDS = [
     "xla",
@@ -98,3 +100,41 @@ class TestSkinnyKernel:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def _quantized(kind: str, outputs: int, k: int) -> tuple[QuantizedWeight, np.ndarray]:
+    """(a random weight, its values in float64 by the gguf package or by the definition)."""
+    rng = np.random.default_rng(outputs)
+    values = rng.standard_normal((outputs, k), np.float32)
+    if kind == "int8":
+        weight = quantize_int8(values)
+        rows = np.asarray(weight.codes)
+        scale = np.ascontiguousarray(rows[:, k:]).view(np.float32).astype(np.float64)
+        assert np.abs(rows[:, :k].view(np.int8) * scale - values).max() <= scale.max() * 0.5001
+        return weight, rows[:, :k].view(np.int8) * scale
+    form = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_1": gguf.GGMLQuantizationType.Q4_1}[kind]
+    codes = gguf.quants.quantize(values, form)
+    weight = QuantizedWeight(jnp.asarray(codes), kind, (outputs, k))
+    return weight, gguf.quants.dequantize(codes, form).astype(np.float64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestQuantizedWeights:
+    @pytest.mark.parametrize("rows", [1, 2, 5, 16, 40])
+    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (1, 32), (67, 64)])
+    def test_close_to_float64(self, backend, kind, rows, outputs, k):
+        weight, values = _quantized(kind, outputs, k)
+        x, _ = _arrays(rows, outputs, k, "float32")
+        out = np.asarray(_linear(x, weight, backend=backend))
+        expected = np.asarray(x).astype(np.float64) @ values.T
+        # Expanding to bfloat16 rounds x and w; the kernel for few rows rounds neither.
+        tolerance = 2e-6 if backend == "cpu_ffi" and rows <= 16 else 1e-2
+        assert np.abs(out - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0)
+
+    def test_wrong_codes_are_refused(self, backend, kind):
+        weight, _ = _quantized(kind, 4, 64)
+        with pytest.raises(ValueError, match=r"codes: got uint8 \(3, "):
+            QuantizedWeight(weight.codes[:3], kind, weight.shape)
+        with pytest.raises(ValueError, match="kind: got 'q2_k'; allowed: int8, q8_0, q4_1"):
+            QuantizedWeight(weight.codes, "q2_k", weight.shape)
