@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=21)
     parser.add_argument("--json", help="write the table to this file too")
     options = parser.parse_args()
-    print(f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, vocabulary {options.vocab}")
+    print(
+        f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, vocabulary {options.vocab}"
+    )
     table: dict[str, dict[str, float]] = {}
     for rows in options.rows:
         for name, call in programs(rows, options.vocab, options.spread):

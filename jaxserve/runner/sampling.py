@@ -93,10 +93,9 @@ def draw_tokens(logits: jax.Array, inputs: SampleInputs, *, branch: bool) -> jax
     greedy = _first_of_largest(blocks, block_max, logits.shape[1])
     # Subtracting the maximum first keeps tiny temperatures finite; the bound keeps a fully masked row from NaN.
     top = jnp.maximum(jnp.max(block_max, axis=-1), jnp.finfo(jnp.float32).min)
-    factor = inputs.inverse_temperature
-    scaled = (blocks - top[:, None, None]) * factor[:, None, None]  # [S, NB, BLOCK], <= 0
-    block_max = (block_max - top[:, None]) * factor[:, None]
-    threshold = _threshold(scaled, block_max, inputs, branch=branch)
+    scale = _Scale(top, inputs.inverse_temperature)
+    threshold = _threshold(blocks, block_max, scale, inputs, branch=branch)
+    scaled = scale(blocks)
     weights = jnp.where(scaled >= threshold[:, None, None], jnp.exp(scaled), 0.0)
     drawn = _invert(weights, _uniforms(inputs.seed, inputs.position))
     drawn = jnp.minimum(drawn, logits.shape[1] - 1)
@@ -192,8 +191,22 @@ def _candidates(
     num_blocks = min(num_blocks, block_max.shape[1])
     maxima, ids = lax.top_k(block_max, num_blocks)
     ids = jnp.sort(ids, axis=-1)
-    values = jnp.take_along_axis(blocks, ids[:, :, None], axis=1)
+    # Gathered once: XLA would fuse the gather into every reader.
+    values = lax.optimization_barrier(jnp.take_along_axis(blocks, ids[:, :, None], axis=1))
     return values.reshape(values.shape[0], -1), ids, maxima[:, -1]
+
+
+class _Scale(NamedTuple):
+    """(logit - top) * inverse temperature, computed where it is read: as an array of its own it would cost a pass
+    over memory, and an operand of a branch or loop is always one."""
+
+    top: jax.Array  # [S]
+    factor: jax.Array  # [S]
+
+    def __call__(self, logits: jax.Array) -> jax.Array:
+        """logits [S, ...] -> the same shape, <= 0."""
+        shape = (-1,) + (1,) * (logits.ndim - 1)
+        return (logits - self.top.reshape(shape)) * self.factor.reshape(shape)
 
 
 class _Search(NamedTuple):
@@ -210,8 +223,9 @@ class _Search(NamedTuple):
 
 
 def _threshold(
-    scaled: jax.Array,  # [S, NB, BLOCK]
+    blocks: jax.Array,  # [S, NB, BLOCK]
     block_max: jax.Array,  # [S, NB]
+    scale: _Scale,
     inputs: SampleInputs,
     *,
     branch: bool,
@@ -220,7 +234,7 @@ def _threshold(
     wants = (inputs.top_k > 0) | (inputs.top_p < 1.0)
 
     def search() -> jax.Array:
-        return _truncation_threshold(scaled, block_max, inputs, wants, branch=branch)
+        return _truncation_threshold(blocks, block_max, scale, inputs, wants, branch=branch)
 
     none = jnp.full(wants.shape, -jnp.inf, jnp.float32)
     found = lax.cond(jnp.any(wants), search, lambda: none) if branch else search()
@@ -228,22 +242,30 @@ def _threshold(
 
 
 def _truncation_threshold(
-    scaled: jax.Array, block_max: jax.Array, inputs: SampleInputs, wants: jax.Array, *, branch: bool
+    blocks: jax.Array,
+    block_max: jax.Array,
+    scale: _Scale,
+    inputs: SampleInputs,
+    wants: jax.Array,
+    *,
+    branch: bool,
 ) -> jax.Array:
     """The threshold of top-k and top-p for the rows of `wants`, [S]."""
     k, p = inputs.top_k, inputs.top_p
-    values, _, smallest = _candidates(scaled, block_max, NUM_CANDIDATE_BLOCKS)
+    values, _, smallest = _candidates(blocks, block_max, NUM_CANDIDATE_BLOCKS)
+    values = scale(values)
     has_all = block_max.shape[1] <= NUM_CANDIDATE_BLOCKS
-    floor = jnp.full(k.shape, LOWEST_SCALED, jnp.float32) if has_all else jnp.maximum(smallest, LOWEST_SCALED)
-    total = jnp.sum(jnp.exp(scaled), axis=(1, 2))
+    floor = jnp.full(k.shape, LOWEST_SCALED, jnp.float32)
+    floor = floor if has_all else jnp.maximum(scale(smallest), floor)
+    total = jnp.sum(jnp.exp(scale(blocks)), axis=(1, 2))
     count, mass = _measure(values, jnp.exp(values), floor)
     if has_all:
         return _search(values, floor, count, mass, total, k, p, wants)
     is_here = jnp.where(k > 0, count >= k, mass >= p * total)
     found = _search(values, floor, count, mass, total, k, p, wants & is_here)
     rest = wants & ~is_here
-    whole = scaled.reshape(scaled.shape[0], -1)
-    return jnp.where(rest, _search_whole(whole, total, k, p, rest, branch=branch), found)
+    whole = blocks.reshape(blocks.shape[0], -1)
+    return jnp.where(rest, _search_whole(whole, scale, total, k, p, rest, branch=branch), found)
 
 
 def _measure(values: jax.Array, weights: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -256,22 +278,35 @@ def _measure(values: jax.Array, weights: jax.Array, floor: jax.Array) -> tuple[j
 
 
 def _search_whole(
-    values: jax.Array, total: jax.Array, k: jax.Array, p: jax.Array, wants: jax.Array, *, branch: bool
+    logits: jax.Array,  # [S, V]
+    scale: _Scale,
+    total: jax.Array,
+    k: jax.Array,
+    p: jax.Array,
+    wants: jax.Array,
+    *,
+    branch: bool,
 ) -> jax.Array:
-    """_search over the whole vocabulary [S, V]. Tokens below LOWEST_SCALED have no weight and are not looked for."""
+    """_search over the whole vocabulary. Tokens below LOWEST_SCALED have no weight and are not looked for."""
     floor = jnp.full(k.shape, LOWEST_SCALED, jnp.float32)
-    count = jnp.full(k.shape, values.shape[1], jnp.int32)
+    count = jnp.full(k.shape, logits.shape[1], jnp.int32)
+
+    def search(logits: jax.Array, top: jax.Array, factor: jax.Array, *rest: jax.Array) -> jax.Array:
+        floor, count, total, k, p, wants = rest
+        return _search(_Scale(top, factor)(logits), floor, count, total, total, k, p, wants)
+
+    operands = (logits, *scale, floor, count, total, k, p, wants)
     if not branch:
-        return _search(values, floor, count, total, total, k, p, wants)
+        return search(*operands)
 
     def search_row(i: jax.Array, out: jax.Array) -> jax.Array:
-        row = [lax.dynamic_slice_in_dim(x, i, 1) for x in (values, floor, count, total, total, k, p, wants)]
-        return lax.dynamic_update_slice_in_dim(out, _search(*row), i, 0)
+        row = search(*(lax.dynamic_slice_in_dim(operand, i, 1) for operand in operands))
+        return lax.dynamic_update_slice_in_dim(out, row, i, 0)
 
-    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+    def visit(i: jax.Array, out: jax.Array) -> jax.Array:
         return lax.cond(wants[i], search_row, lambda i, out: out, i, out)
 
-    return lax.fori_loop(0, k.shape[0], one, floor)
+    return lax.fori_loop(0, k.shape[0], visit, floor)
 
 
 def _search(

@@ -57,11 +57,9 @@ def compiled_threshold(branch: bool):
         blocks = sampling._blocks(logits)
         block_max = jnp.max(blocks, axis=-1)
         top = jnp.max(block_max, axis=-1)
-        factor = inputs.inverse_temperature
-        scaled = (blocks - top[:, None, None]) * factor[:, None, None]
-        threshold = sampling._threshold(
-            scaled, (block_max - top[:, None]) * factor[:, None], inputs, branch=branch
-        )
+        scale = sampling._Scale(top, inputs.inverse_temperature)
+        threshold = sampling._threshold(blocks, block_max, scale, inputs, branch=branch)
+        scaled = scale(blocks)
         keep = (scaled >= threshold[:, None, None]) & (jnp.exp(scaled) > 0)
         return keep.reshape(logits.shape[0], -1)[:, : logits.shape[1]]
 
