@@ -21,9 +21,11 @@ _FULL_REQUESTS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagePlan:
-    """num_pages includes the dummy page 0; bytes_per_page is over all layers."""
+    """num_pages includes the dummy page 0; pages_per_request is what a request of full length takes;
+    bytes_per_page is over all layers."""
 
     num_pages: int
+    pages_per_request: int
     bytes_per_page: int
 
     @property
@@ -41,11 +43,13 @@ def plan_pages(
     memory_fraction: float,
     free_bytes: int,
     platform: str,
+    may_shorten: bool = False,
 ) -> PagePlan:
     """Pages to allocate: `num_pages`, else what `kv_cache_bytes` holds, else a share of the free memory, at most
     what max_num_rows requests of full length can use.
 
-    Raises ValueError naming the numbers when one request of full length would not fit, or the memory is not there.
+    may_shorten: when one request of full length would not fit, allow shorter ones only, as long as the pool does.
+    Raises ValueError naming the numbers when a request of full length would not fit, or the memory is not there.
     """
     full = pages_per_request + 1
     if num_pages is not None:
@@ -62,12 +66,15 @@ def plan_pages(
         if platform == "cpu":
             budget = min(budget, max(_CPU_BYTES, _FULL_REQUESTS * full * bytes_per_page))
         chosen = min(budget // bytes_per_page, max_num_rows * pages_per_request + 1)
-    if chosen < full:
+    if may_shorten and 2 <= chosen < full:
+        logger.warning("%s; requests of full length would take %d pages: allowing shorter ones only", why, full)
+        pages_per_request = chosen - 1
+    elif chosen < full:
         raise ValueError(
             f"{why}; allowed: at least {full} pages ({full * bytes_per_page / _GIB:.3f} GiB), which hold one "
             "request of max_model_len and the dummy page. Lower max_model_len or raise the memory"
         )
-    plan = PagePlan(num_pages=chosen, bytes_per_page=bytes_per_page)
+    plan = PagePlan(num_pages=chosen, pages_per_request=pages_per_request, bytes_per_page=bytes_per_page)
     if plan.total_bytes > free_bytes:
         raise ValueError(
             f"{why}; allowed: {free_bytes // bytes_per_page} pages, for {free_bytes / _GIB:.2f} GiB are free"

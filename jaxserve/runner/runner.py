@@ -96,6 +96,7 @@ class ModelRunner:
         device = jax.devices()[0]
         max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_model_len)
         shapes = _resolve_shapes(config, model, options, max_model_len, device)
+        max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
         split = split_model(model)
         programs = StepPrograms(
             model=split,
@@ -199,25 +200,25 @@ def _resolve_shapes(
                 options.page_dtype, options.attention,
             )  # fmt: skip
             break
-    pages_per_row = -(-max_model_len // options.page_size)
     plan = memory.plan_pages(
         bytes_per_page=sum(
             page_bytes(spec, options.page_size, options.page_dtype) for spec in model.attention_specs
         ),
-        pages_per_request=pages_per_row,
+        pages_per_request=-(-max_model_len // options.page_size),
         max_num_rows=config.max_num_rows,
         num_pages=config.num_pages,
         kv_cache_bytes=config.kv_cache_bytes,
         memory_fraction=config.memory_fraction,
         free_bytes=memory.free_bytes(device),
         platform=device.platform,
+        may_shorten=config.max_model_len is None,
     )
     logger.info(
         "cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20
     )
     return StepShapes(
         max_num_rows=config.max_num_rows,
-        pages_per_row=pages_per_row,
+        pages_per_row=plan.pages_per_request,
         page_size=options.page_size,
         num_pages=plan.num_pages,
         vocab_size=model.config.vocab_size,

@@ -24,13 +24,14 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def enable_compile_cache(directory: str | None) -> Path | None:
     """Keep compiled programs on disk between runs, in a folder only this user can write (its files are executable
-    code). directory: None for the user's cache folder, "" for no cache. Returns the folder, or None without one.
+    code). directory: None for `xla` in the cache folder ($JAXSERVE_CACHE, else `jaxserve` in the user's), "" for
+    no cache. Returns the folder, or None without one.
     """
     if directory == "":
         return None
     if directory is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        directory = os.path.join(base, "jaxserve", "xla")
+        user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        directory = os.path.join(os.environ.get("JAXSERVE_CACHE") or os.path.join(user, "jaxserve"), "xla")
     path = Path(directory)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -37,6 +37,14 @@ def test_plan() -> None:
     assert plan(**many, pages_per_request=1000) == 4 * 1001  # or four full requests
 
 
+def test_without_a_length_of_its_own_a_small_pool_takes_shorter_requests() -> None:
+    found = plan_pages(
+        bytes_per_page=MIB, pages_per_request=10, max_num_rows=4, num_pages=8, kv_cache_bytes=None,
+        memory_fraction=0.5, free_bytes=1000 * MIB, platform="cpu", may_shorten=True,
+    )  # fmt: skip
+    assert (found.num_pages, found.pages_per_request) == (8, 7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -82,11 +90,14 @@ def cache_settings() -> Iterator[None]:
 def test_the_compile_cache_folder_is_private(
     tmp_path: Path, cache_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("JAXSERVE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = enable_compile_cache(None)
     assert found == tmp_path / "jaxserve" / "xla"
     assert found.stat().st_mode & 0o777 == 0o700
     assert jax.config.jax_compilation_cache_dir == str(found)
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "elsewhere"))
+    assert enable_compile_cache(None) == tmp_path / "elsewhere" / "xla"
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
