@@ -9,6 +9,7 @@ each other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,12 +107,27 @@ def _outputs_per_block(rows: int) -> int:
     return 8 if rows == 1 else 4
 
 
-def make_block(kind: str, is_paired: bool) -> Any:
+# (emitter, start of a weight row, index of the first of STEP values, k) -> (where they lie, the values)
+LoadWeights = Callable[[Emitter, ir.Value, ir.Value, ir.Value], tuple[ir.Value, list[ir.Value]]]
+
+
+def make_block(
+    kind: str, is_paired: bool, *, load_weights: LoadWeights | None = None, prefetch: int | None = None
+) -> Any:
     """block(rows, w, w_stride, x, x_stride, k, y, y_stride, outputs):
     y[rows, outputs] = x[rows, k] @ w[outputs, k].T
 
-    rows is 1 to BLOCK_ROWS. Strides are in bytes.
+    rows is 1 to BLOCK_ROWS. Strides are in bytes. Weights are of the same kind as x, or whatever load_weights
+    turns into vectors. prefetch: bytes of the next outputs to fetch ahead per step; None: a step's weights.
     """
+
+    def load_same(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
+        address = e.b.add(row, e.b.mul(i, e.const(ELEMENT_BYTES[kind])))
+        return address, _load_step(e, kind, is_paired, address)
+
+    load = load_weights or load_same
+    if prefetch is None:
+        prefetch = STEP * ELEMENT_BYTES[kind]
 
     def emit(e: Emitter, rows, w, w_stride, x, x_stride, k, y, y_stride, outputs) -> None:
         b = e.b
@@ -126,9 +142,10 @@ def make_block(kind: str, is_paired: bool) -> Any:
             whole = b.mul(b.udiv(outputs, e.const(wide)), e.const(wide))
             for start, stop, width in ((e.const(0), whole, wide), (whole, outputs, 1)):
                 with emit_loop(e, start, stop, width) as (n, _):
+                    w_start, y_start = b.add(w, b.mul(n, w_stride)), b.add(y, b.mul(n, e.const(4)))
                     _emit_outputs(
-                        e, kind, is_paired, r, width, b.add(w, b.mul(n, w_stride)), w_stride, x, x_stride, k,
-                        b.add(y, b.mul(n, e.const(4))), y_stride,
+                        e, load, prefetch, kind, is_paired, r, width,
+                        w_start, w_stride, x, x_stride, k, y_start, y_stride,
                     )  # fmt: skip
             b.branch(done)
         b.position_at_end(done)
@@ -137,7 +154,20 @@ def make_block(kind: str, is_paired: bool) -> Any:
 
 
 def _emit_outputs(
-    e: Emitter, kind: str, is_paired: bool, rows: int, outputs: int, w, w_stride, x, x_stride, k, y, y_stride
+    e: Emitter,
+    load: LoadWeights,
+    prefetch: int,
+    kind: str,
+    is_paired: bool,
+    rows: int,
+    outputs: int,
+    w: ir.Value,
+    w_stride: ir.Value,
+    x: ir.Value,
+    x_stride: ir.Value,
+    k: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
 ) -> None:
     b, size = e.b, ELEMENT_BYTES[kind]
     w_rows = [b.add(w, b.mul(w_stride, e.const(n))) for n in range(outputs)]
@@ -150,10 +180,9 @@ def _emit_outputs(
         offset = b.mul(i, e.const(size))
         x_parts = [_load_step(e, kind, is_paired, b.add(row, offset)) for row in x_rows]
         for n, row in enumerate(w_rows):
-            address = b.add(row, offset)
-            for line in range(0, STEP * size, 64):
+            address, w_parts = load(e, row, i, k)
+            for line in range(0, prefetch, 64):
                 e.prefetch(e.at(b.add(address, ahead), line))
-            w_parts = _load_step(e, kind, is_paired, address)
             for m, parts in enumerate(x_parts):
                 total = b.load(sums[n, m])
                 for w_part, x_part in zip(w_parts, parts):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from jaxserve.pallas_kernels import backend as backends
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from ragged_cases import Row, make_case
 
 pytestmark = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
 
@@ -150,3 +153,31 @@ def test_refusals_are_ordinary_errors():
     shapes = jax.ShapeDtypeStruct((1, 2, 64), jnp.float32), jax.ShapeDtypeStruct((4, 1, 2, 16, 64), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unacceptable argument types or shapes"):
         jax.block_until_ready(jax.ffi.ffi_call(name, shapes)(*[jnp.zeros((1, 2, 64))] * 10))
+
+
+def test_many_threads_and_layers_at_once():
+    """Eight threads, each with pages of its own through a chain of calls: all get what one alone gets."""
+    spec = AttentionSpec(6, 2, 64, 0.125)
+    case = make_case(np.random.default_rng(7), spec, [Row(700, 1), Row(90, 1), Row(30, 45)], 16)
+    pages = np.nan_to_num(case.token_pages.transpose(0, 3, 2, 1, 4))
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(q: jax.Array, layers: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        updated = []
+        for layer in layers:
+            out, layer = paged_attention(
+                q, case.k, case.v, layer, case.batch, spec, page_size=16, backend="cpu_ffi"
+            )
+            q = q + 0.1 * out
+            updated.append(layer)
+        return q, updated
+
+    def run() -> bytes:
+        layers = [jnp.array(pages, copy=True) for _ in range(6)]
+        for _ in range(5):
+            out, layers = step(jnp.asarray(case.q), layers)
+        return np.asarray(out).tobytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        results = [future.result() for future in [pool.submit(run) for _ in range(8)]]
+    assert set(results) == {run()}

@@ -37,8 +37,8 @@ def _arrays(rows: int, outputs: int, k: int, dtype: str) -> tuple[jax.Array, jax
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestLinear:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16, 40])
-    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (1, 32), (67, 64), (30, 20), (1501, 96)])
+    @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 40])
+    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (67, 64), (30, 20)])
     def test_close_to_float64(self, backend, rows, outputs, k, dtype):
         x, w = _arrays(rows, outputs, k, dtype)
         out = np.asarray(_linear(x, w, backend=backend))
@@ -121,15 +121,15 @@ def _quantized(kind: str, outputs: int, k: int) -> tuple[QuantizedWeight, np.nda
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestQuantizedWeights:
-    @pytest.mark.parametrize("rows", [1, 2, 5, 16, 40])
-    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (1, 32), (67, 64)])
+    @pytest.mark.parametrize("rows", [1, 3, 7, 20, 70])
+    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (67, 64)])
     def test_close_to_float64(self, backend, kind, rows, outputs, k):
         weight, values = _quantized(kind, outputs, k)
         x, _ = _arrays(rows, outputs, k, "float32")
         out = np.asarray(_linear(x, weight, backend=backend))
         expected = np.asarray(x).astype(np.float64) @ values.T
         # Expanding to bfloat16 rounds x and w; the kernel for few rows rounds neither.
-        tolerance = 2e-6 if backend == "cpu_ffi" and rows <= 16 else 1e-2
+        tolerance = 2e-6 if backend == "cpu_ffi" and rows <= 20 else 1e-2
         assert np.abs(out - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0)
 
     def test_wrong_codes_are_refused(self, backend, kind):

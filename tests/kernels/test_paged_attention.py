@@ -138,8 +138,7 @@ class TestPagedAttention:
         case = dataclasses.replace(case, batch=dataclasses.replace(case.batch, page_table=jnp.asarray(table)))
         assert_right(case, *run(case, backend), 2e-5)
 
-    @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("window", [0, 100])
+    @pytest.mark.parametrize(("page_dtype", "window"), [("float32", 0), ("bfloat16", 100)])
     def test_deterministic(self, backend, page_dtype, window):
         """The last 40 tokens of a sequence of 300: as decode rows, in chunks of several sizes and starts, with
         other rows before and after: every token's result is bitwise the same."""
