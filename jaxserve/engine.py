@@ -208,18 +208,19 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gauges now and counters since the start."""
         scheduler = self.scheduler.stats()
+        # Plain numbers: the scheduler may count with numpy's, which msgpack does not carry.
         return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_pages=scheduler.num_pages,
-            num_pages_held=scheduler.num_pages_held,
-            num_pages_cached=scheduler.num_pages_cached,
+            num_running=int(scheduler.num_running),
+            num_waiting=int(scheduler.num_waiting),
+            num_pages=int(scheduler.num_pages) - 1,  # page 0 is nobody's
+            num_pages_held=int(scheduler.num_pages_held),
+            num_pages_cached=int(scheduler.num_pages_cached),
             num_steps=self._num_steps,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
+            num_prompt_tokens=int(scheduler.num_prompt_tokens),
+            num_cached_tokens=int(scheduler.num_cached_tokens),
             num_computed_prefill_tokens=self._num_prefill_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=int(scheduler.num_preemptions),
             num_finished=dict(self._finished),
             num_compiles_after_warmup=int(getattr(self._runner, "compiles_after_warmup", 0)),
             step_seconds=self._step_seconds,

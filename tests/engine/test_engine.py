@@ -14,6 +14,7 @@ from jaxserve.messages import (
     AbortRequest,
     AddRequest,
     FlushCache,
+    Heartbeat,
     OutputBatch,
     Shutdown,
     decode_from_engine,
@@ -373,6 +374,30 @@ def test_outputs_travel_as_messages():
     engine.add(request(max_tokens=4, logprobs=2, prompt_logprobs=1))
     outputs = run_dry(engine)
     assert decode_from_engine(encode(OutputBatch(outputs))) == OutputBatch(outputs)
+    assert decode_from_engine(encode(Heartbeat(engine.stats()))) == Heartbeat(engine.stats())
+
+
+def test_cached_tokens_are_reported_per_request_and_in_sum():
+    engine = make_engine()
+    for name in "ab":
+        engine.add(request(name, prompt="twelve bytes and", max_tokens=3))
+        last = last_of(run_dry(engine), name)
+        assert last.num_cached_tokens == (0 if name == "a" else 12)  # full pages; the last token is computed
+    stats = engine.stats()
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_computed_prefill_tokens) == (32, 12, 20)
+    engine.add(request("c", prompt="twelve bytes and", namespace="other", max_tokens=3))
+    assert last_of(run_dry(engine), "c").num_cached_tokens == 0
+
+
+def test_scores_of_a_cached_prompt_are_complete():
+    engine = make_engine()
+    for _ in range(2):
+        engine.add(request(max_tokens=2, prompt_logprobs=1, n=2))
+        outputs = run_dry(engine)
+        for index in range(2):
+            scored = [out for out in outputs if out.index == index and out.prompt_logprobs is not None]
+            assert len(scored) == 1
+            assert [score.token_id for score in scored[0].prompt_logprobs[1:]] == list(b"ello")
 
 
 def test_flush_is_taken_while_requests_run():
@@ -391,8 +416,8 @@ WORDS = ["tea", "é", "🍵", " ", "stop", "st", "op", "日本", "\n", "x"]
 def test_soak(seed, overlap):
     """Random texts, stops, intervals, aborts: every request ends once, and its text is the plain decoding, cut."""
     rng = random.Random(seed)
-    texts = {k: "".join(rng.choices(WORDS, k=rng.randint(0, 12))).encode() for k in range(1, 4000)}
-    engine = make_engine(scripted(texts), num_pages=40, max_num_rows=6, overlap=overlap)
+    texts = {k: "".join(rng.choices(WORDS, k=rng.randint(0, 20))).encode() for k in range(1, 4000)}
+    engine = make_engine(scripted(texts), num_pages=20, max_num_rows=6, overlap=overlap)
     expected, outputs, aborted, key = {}, [], set(), 0
     for _ in range(1500):
         if rng.random() < 0.25:
@@ -433,7 +458,10 @@ def test_soak(seed, overlap):
     engine.scheduler.check_integrity()
     assert not engine._by_number and not engine._groups
     stats = engine.stats()
-    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
+    assert stats.num_preemptions > 0
+    engine.flush_cache()
+    assert engine.stats().num_pages_cached == 0
     assert sum(stats.num_finished.values()) == len(expected)
     assert stats.num_output_tokens == sum(len(out.token_ids) for out in outputs)
 

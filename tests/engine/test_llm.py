@@ -244,6 +244,7 @@ def test_a_forgotten_llm_ends_its_thread():
 def test_repr_and_flush():
     with llm_of(prefix_cache=True) as llm:
         llm.generate("a prompt with more than one page")
+        assert llm.stats().num_pages_cached == 9 and "36 tokens kept" in repr(llm)
         llm.flush_cache()
         assert llm.stats().num_pages_cached == 0
         assert repr(llm).startswith("LLM('scripted', float32, context 64, cache of ")
