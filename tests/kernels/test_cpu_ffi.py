@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -86,11 +87,39 @@ def test_an_unknown_ffi_version_uses_xla(monkeypatch):
     from jaxserve.pallas_kernels.cpu_ffi import support
 
     monkeypatch.setattr(support, "ffi_version", lambda: (1, 0))
-    assert support.check_support() == "jaxlib speaks FFI 1.0; known: 0.1 to 0.3"
+    assert support.check_support() == "jaxlib speaks FFI 1.0; known: 0.3 to 0.5"
     monkeypatch.setattr(backends, "cpu_ffi_available", lambda: (False, "jaxlib speaks FFI 1.0"))
     assert backends.resolve_matmul_backend("auto", "cpu") == "xla"
     with pytest.raises(ValueError, match="attention_backend: got 'cpu_ffi', which cannot run here"):
         backends.resolve_attention_backend("cpu_ffi", "cpu")
+
+
+def test_offsets_agree_with_the_installed_header():
+    """call_frame.py reads XLA's structures by offset: compare with the order of their fields in the header."""
+    from jaxserve.pallas_kernels.cpu_ffi import call_frame
+
+    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+
+    def fields(struct: str) -> list[str]:
+        body = re.search(rf"^struct {struct} {{(.*?)^}};", header, re.M | re.S).group(1)
+        lines = re.findall(r"^\s*([^/\n]*);", body, re.M)
+        return [re.search(r"(\w+)\)?$", line).group(1).removeprefix("XLA_FFI_") for line in lines]
+
+    # Pointers and sizes are 8 bytes; struct_size, extension, a version of 24 bytes and one pointer come first.
+    functions = fields("XLA_FFI_Api")[4:]
+    for name, offset in (
+        ("Error_Create", call_frame._ERROR_CREATE),
+        ("Error_Destroy", call_frame._ERROR_DESTROY),
+        ("ThreadPool_Schedule", call_frame._SCHEDULE),
+        ("ThreadPool_NumThreads", call_frame._NUM_THREADS),
+    ):
+        assert functions.index(name) * 8 + 48 == offset
+    assert fields("XLA_FFI_CallFrame") == [
+        "struct_size", "extension_start", "api", "ctx", "stage", "args", "rets", "attrs", "future"
+    ]  # fmt: skip
+    assert fields("XLA_FFI_Args") == ["struct_size", "extension_start", "size", "types", "args"]
+    assert fields("XLA_FFI_Attrs") == ["struct_size", "extension_start", "size", "types", "names", "attrs"]
+    assert fields("XLA_FFI_Buffer") == ["struct_size", "extension_start", "dtype", "data", "rank", "dims"]
 
 
 def test_choice_of_backend():
@@ -99,9 +128,7 @@ def test_choice_of_backend():
     assert backends.resolve_attention_backend("auto", "gpu") == "xla"
     with pytest.raises(ValueError, match="matmul_backend: got 'cpu_ffi' on platform 'gpu'"):
         backends.resolve_matmul_backend("cpu_ffi", "gpu")
-    with pytest.raises(
-        ValueError, match="attention_backend: got 'triton'; allowed: auto, cpu_ffi, xla, reference"
-    ):
+    with pytest.raises(ValueError, match="attention_backend: got 'triton'; allowed: auto, cpu_ffi, xla, reference"):
         backends.resolve_attention_backend("triton", "cpu")
 
 
@@ -124,9 +151,7 @@ def _damaged(**changes: np.ndarray) -> jax.Array:
     batch = RaggedBatch(**{name: jnp.asarray(value, jnp.int32) for name, value in fields.items()})
     ones = jnp.ones((4, 2, 64))
     pages = jnp.zeros(page_array_shape(spec, 8, 16, "cpu_ffi"))
-    step = jax.jit(
-        lambda q, k, pages: paged_attention(q, k, k, pages, batch, spec, page_size=16, backend="cpu_ffi")
-    )
+    step = jax.jit(lambda q, k, pages: paged_attention(q, k, k, pages, batch, spec, page_size=16, backend="cpu_ffi"))
     return step(jnp.ones((4, 4, 64)), ones, pages)[0]
 
 
@@ -165,9 +190,7 @@ def test_many_threads_and_layers_at_once():
     def step(q: jax.Array, layers: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         updated = []
         for layer in layers:
-            out, layer = paged_attention(
-                q, case.k, case.v, layer, case.batch, spec, page_size=16, backend="cpu_ffi"
-            )
+            out, layer = paged_attention(q, case.k, case.v, layer, case.batch, spec, page_size=16, backend="cpu_ffi")
             q = q + 0.1 * out
             updated.append(layer)
         return q, updated

@@ -16,9 +16,7 @@ from jaxserve.pallas_kernels.matmul.quantized import KINDS, QuantizedWeight, qua
 
 BACKENDS = [
     "xla",
-    pytest.param(
-        "cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
-    ),
+    pytest.param("cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")),
 ]
 DTYPES = ["float32", "bfloat16"]
 

@@ -24,9 +24,7 @@ from ragged_cases import Case, Row, make_case
 BACKENDS = [
     "reference",
     "xla",
-    pytest.param(
-        "cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
-    ),
+    pytest.param("cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")),
 ]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5}  # the oracle reads the rounded pages: only f32 sums differ
 
