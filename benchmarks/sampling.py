@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve.runner import sampling, step
 from jaxserve.runner.buckets import StepShapes
-from jaxserve.runner.sample_builder import SampleBuilder, Variant
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import SampleWork
 
@@ -62,21 +62,22 @@ def programs(rows: int, vocab_size: int, spread: float) -> Iterator[tuple[str, C
     counts = jnp.zeros((rows, vocab_size), jnp.int16)
     bias = jnp.zeros((rows, vocab_size), jnp.float32)
     branch = jax.devices()[0].platform == "cpu"
-    functions = {
-        Variant.GREEDY: functools.partial(step.sample_greedy, rows),
-        Variant.RANDOM: functools.partial(step.sample_random, rows, branch),
-        Variant.FULL: functools.partial(step.sample_full, rows, branch),
-    }
-    compiled = {variant: jax.jit(function) for variant, function in functions.items()}
+    adjust = jax.jit(functools.partial(step.adjust, rows))
+    greedy = jax.jit(functools.partial(step.sample_greedy, rows))
+    random_ = jax.jit(functools.partial(step.sample_random, rows, branch))
+    count = jax.jit(functools.partial(step.count, rows))
+
+    def sample(staged: StagedSamples) -> Any:
+        given = logits if staged.mask is None else adjust(logits, staged.packed, counts, bias, staged.mask)
+        tokens, table = (random_ if staged.is_random else greedy)(given, staged.packed, last_token)
+        return tokens, table, count(counts, staged.packed, tokens) if staged.counts_tokens else None
+
     for name, options in SETTINGS:
         builder = SampleBuilder(shapes, frozenset())
         params = SamplingParams(**options)
         samples = tuple(SampleWork(row, row, row, 17, row, 3, params) for row in range(rows))
         builder.adopt(samples)
-        staged = builder.build(samples)
-        more = () if staged.mask is None else (counts, bias, staged.mask)
-        call = functools.partial(compiled[staged.variant], logits, staged.packed, last_token, *more)
-        yield f"{name} [{staged.variant.name.lower()}]", call
+        yield name, functools.partial(sample, builder.build(samples))
     yield "logprobs", functools.partial(jax.jit(sampling.token_logprobs), logits, last_token)
     yield "jnp.argmax, to compare", functools.partial(jax.jit(lambda x: jnp.argmax(x, axis=-1)), logits)
     yield "jnp.sort, to compare", functools.partial(jax.jit(lambda x: jnp.sort(x, axis=-1)), logits)
@@ -90,9 +91,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=21)
     parser.add_argument("--json", help="write the table to this file too")
     options = parser.parse_args()
-    print(
-        f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, vocabulary {options.vocab}"
-    )
+    print(f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}, vocabulary {options.vocab}")
     table: dict[str, dict[str, float]] = {}
     for rows in options.rows:
         for name, call in programs(rows, options.vocab, options.spread):

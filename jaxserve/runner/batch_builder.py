@@ -147,9 +147,7 @@ class BatchBuilder:
         table, used = out["page_table"], buffer.pages_used
         for index, (row, size) in enumerate(zip(rows, needed.tolist())):
             if len(row.pages) < size:
-                raise ValueError(
-                    f"pages of request {row.request_id}: got {len(row.pages)}; allowed: {size} or more"
-                )
+                raise ValueError(f"pages of request {row.request_id}: got {len(row.pages)}; allowed: {size} or more")
             table[index, :size] = row.pages[:size]
         # Entries that an earlier step left behind go back to the dummy page.
         longer = np.flatnonzero(used[:num_rows] > needed)
@@ -185,9 +183,7 @@ class BatchBuilder:
             )
         num_decodes = decision.num_decodes
         if (count[:num_decodes] != 1).any() or (tokens[num_decodes:total] < 0).any():
-            raise ValueError(
-                "rows of one step: decoding rows come first, one token each; only they may be LAST_TOKEN"
-            )
+            raise ValueError("rows of one step: decoding rows come first, one token each; only they may be LAST_TOKEN")
         row_index = np.repeat(np.arange(len(count), dtype=np.int32), count)
         positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(start - (ends - count), count)
         page_index, offset = np.divmod(positions[:total], shapes.page_size)

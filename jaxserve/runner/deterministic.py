@@ -60,9 +60,7 @@ def keep_equal_buckets(runner: StepRunner) -> StepShapes:
             f"deterministic: sampling {shapes.sample_buckets[-1]} rows depends on their order; "
             "allowed: deterministic=False with this model and these backends"
         )
-    kept = dataclasses.replace(
-        shapes, token_buckets=(*kept_tokens, tokens[-1]), sample_buckets=tuple(kept_samples)
-    )
+    kept = dataclasses.replace(shapes, token_buckets=(*kept_tokens, tokens[-1]), sample_buckets=tuple(kept_samples))
     logger.info("deterministic: steps of %s tokens, %s samples", kept.token_buckets, kept.sample_buckets)
     return kept
 
@@ -118,9 +116,7 @@ class _Probe:
         draws = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=50))
         for number, params in enumerate(draws):
             # One request whose draws follow the order, so that a hidden state meets the same draw everywhere.
-            samples = tuple(
-                SampleWork(-1 - number, 0, 0, int(order[index]), 7, 0, params) for index in range(bucket)
-            )
+            samples = tuple(SampleWork(-1 - number, 0, 0, int(order[index]), 7, 0, params) for index in range(bucket))
             self.runner.samples.adopt(samples)
             outputs.append(self.runner.sample(self.runner.samples.build(samples), logits))
         outputs.extend(self.runner.programs["logprobs", bucket](logits, outputs[1]))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.memory import allocate
-from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples, Variant
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.runner.sampling import Logprobs
 from jaxserve.runner.step import COPIES_PER_CALL, Leaves, Pages
 from jaxserve.scheduler.decision import PageCopy, RowReset, StepDecision, StepResult
@@ -117,14 +117,13 @@ class StepRunner:
 
     def sample(self, staged: StagedSamples, logits: jax.Array) -> jax.Array:
         """tokens [bucket], also written to the last-token table."""
-        state = self.state
-        program = self.programs["sample", staged.bucket, staged.variant]
-        if staged.variant is Variant.FULL:
-            tokens, state.last_token, state.counts = program(
-                logits, staged.packed, state.last_token, state.counts, state.bias, staged.mask
-            )
-        else:
-            tokens, state.last_token = program(logits, staged.packed, state.last_token)
+        state, programs, bucket = self.state, self.programs, staged.bucket
+        if staged.mask is not None:
+            logits = programs["adjust", bucket](logits, staged.packed, state.counts, state.bias, staged.mask)
+        program = programs["random" if staged.is_random else "greedy", bucket]
+        tokens, state.last_token = program(logits, staged.packed, state.last_token)
+        if staged.counts_tokens:
+            state.counts = programs["count", bucket](state.counts, staged.packed, tokens)
         return tokens
 
     def copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
@@ -143,9 +142,7 @@ class StepRunner:
         """Start the token counts of rows."""
         for reset in resets:
             row = np.array([reset.row], np.int32)
-            self.state.counts = self.programs["set_counts",](
-                self.state.counts, row, self.samples.counts_row(reset)
-            )
+            self.state.counts = self.programs["set_counts",](self.state.counts, row, self.samples.counts_row(reset))
 
     def write_biases(self, biases: Iterable[tuple[int, np.ndarray]]) -> None:
         """Set rows of the bias table: (row, bias [V])."""

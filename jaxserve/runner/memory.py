@@ -89,9 +89,7 @@ def free_bytes(device: jax.Device) -> int:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-        raise ValueError(
-            f"memory of {device}: the platform reports none; allowed: set num_pages or kv_cache_bytes"
-        )
+        raise ValueError(f"memory of {device}: the platform reports none; allowed: set num_pages or kv_cache_bytes")
     return min(_system_available(), _control_group_available())
 
 

@@ -20,7 +20,6 @@ from jaxserve.runner.batch_builder import StepBuffer
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
-from jaxserve.runner.sample_builder import Variant
 from jaxserve.runner.step import StepPrograms, split_model
 from jaxserve.runner.warmup import CompileGuard, Progress, compile_programs, enable_compile_cache
 from jaxserve.scheduler.decision import CacheGeometry, PageCopy, RowReset, RowWork, StepDecision, StepResult
@@ -85,9 +84,7 @@ class ModelRunner:
         runner.source = None
         return runner
 
-    def _start(
-        self, config: EngineConfig, model: Model, options: RuntimeOptions, progress: Progress | None
-    ) -> None:
+    def _start(self, config: EngineConfig, model: Model, options: RuntimeOptions, progress: Progress | None) -> None:
         self.model_config = model.config
         self.options = options
         self.dtype = options.dtype
@@ -201,9 +198,7 @@ def _resolve_shapes(
             )  # fmt: skip
             break
     plan = memory.plan_pages(
-        bytes_per_page=sum(
-            page_bytes(spec, options.page_size, options.page_dtype) for spec in model.attention_specs
-        ),
+        bytes_per_page=sum(page_bytes(spec, options.page_size, options.page_dtype) for spec in model.attention_specs),
         pages_per_request=-(-max_model_len // options.page_size),
         max_num_rows=config.max_num_rows,
         num_pages=config.num_pages,
@@ -213,9 +208,7 @@ def _resolve_shapes(
         platform=device.platform,
         may_shorten=config.max_model_len is None,
     )
-    logger.info(
-        "cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20
-    )
+    logger.info("cache: %d pages of %d tokens, %.1f MiB", plan.num_pages, options.page_size, plan.total_bytes / 2**20)
     return StepShapes(
         max_num_rows=config.max_num_rows,
         pages_per_row=plan.pages_per_request,
@@ -258,8 +251,9 @@ def run_each_program(runner: StepRunner) -> None:
         hidden = jax.block_until_ready(runner.forward(bucket, packed))
     for bucket in shapes.sample_buckets:
         logits = runner.head(bucket, hidden)
-        for variant in Variant:
-            tokens = runner.sample(runner.samples.neutral(bucket, variant), logits)
+        staged = runner.samples.neutral(bucket)
+        runner.sample(dataclasses.replace(staged, is_random=False), logits)
+        tokens = runner.sample(staged, logits)
         jax.device_get(runner.programs["logprobs", bucket](logits, tokens))
     runner.copy_pages((PageCopy(1, 1),))
     empty = np.zeros(0, np.int32)

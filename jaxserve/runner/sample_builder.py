@@ -7,7 +7,6 @@ request's place in the device tables; a step copies the columns it needs.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 
 import jax
@@ -29,22 +28,22 @@ _PER_STEP = ("row", "position", "seed_high", "seed_low", "forced")
 _ALL_ONES = np.int32(-1)
 
 
-class Variant(enum.IntEnum):
-    """Which sampling program a step needs: the largest that one of its rows asks for."""
-
-    GREEDY = 0
-    RANDOM = 1  # temperature, top-k, top-p, min-p
-    FULL = 2  # and penalties, bias, mask
-
-
 @dataclasses.dataclass(frozen=True)
 class StagedSamples:
-    """packed [len(_FIELDS) * bucket] int32; mask [bucket * mask_words] int32, only with Variant.FULL."""
+    """One step's samples, and what its rows need beside the argmax.
+
+    packed          [len(_FIELDS) * bucket] int32
+    is_random       some row draws
+    mask            [bucket * mask_words] int32 when some row changes its logits, else None
+    counts_tokens   some row has penalties
+    wants_logprobs  some row reports them
+    """
 
     bucket: int
-    variant: Variant
     packed: np.ndarray
+    is_random: bool
     mask: np.ndarray | None
+    counts_tokens: bool
     wants_logprobs: bool
 
 
@@ -84,7 +83,9 @@ class SampleBuilder:
         # The last column is neutral: samples that only score, and padding.
         self._columns = np.zeros((len(_FIELDS), rows + 1), np.int32)
         self._floats = self._columns.view(np.float32)
-        self._variant = np.zeros(rows + 1, np.int8)
+        self._is_random = np.zeros(rows + 1, bool)
+        self._is_adjusted = np.zeros(rows + 1, bool)
+        self._has_penalties = np.zeros(rows + 1, bool)
         self._min_tokens = np.zeros(rows + 1, np.int64)
         self._has_mask = np.zeros(rows + 1, bool)
         self._wants_logprobs = np.zeros(rows + 1, bool)
@@ -130,23 +131,28 @@ class SampleBuilder:
         forced = words[_AT["forced"]]
         if forced.max() >= self.shapes.vocab_size:
             raise ValueError(f"forced_token: got {int(forced.max())}; allowed: up to {self.shapes.vocab_size - 1}")
-        variant = Variant(int(self._variant[rows].max()))
         is_held = np.zeros(bucket, bool)
         minimum = self._min_tokens[rows]
         if minimum.any():
             is_held[:count] = minimum[:count] > [sample.num_outputs for sample in samples]
-            variant = Variant.FULL if is_held.any() else variant
-        mask = self._mask(rows, is_held) if variant is Variant.FULL else None
+        is_adjusted = self._is_adjusted[rows].any() or is_held.any()
         wants = any(sample.is_score for sample in samples) or bool(self._wants_logprobs[rows].any())
-        return StagedSamples(bucket, variant, words.reshape(-1), mask, wants)
+        return StagedSamples(
+            bucket,
+            words.reshape(-1),
+            is_random=bool(self._is_random[rows].any()),
+            mask=self._mask(rows, is_held) if is_adjusted else None,
+            counts_tokens=bool(self._has_penalties[rows].any()),
+            wants_logprobs=wants,
+        )
 
-    def neutral(self, bucket: int, variant: Variant) -> StagedSamples:
-        """A step of `bucket` unused samples, for warm-up."""
+    def neutral(self, bucket: int) -> StagedSamples:
+        """A step of `bucket` unused samples that needs every program, for warm-up."""
         rows = np.full(bucket, self.shapes.max_num_rows, np.int64)
         words = self._columns[:, rows]
         words[_AT["row"]] = rows
-        mask = self._mask(rows, np.zeros(bucket, bool)) if variant is Variant.FULL else None
-        return StagedSamples(bucket, variant, words.reshape(-1), mask, False)
+        mask = self._mask(rows, np.zeros(bucket, bool))
+        return StagedSamples(bucket, words.reshape(-1), True, mask, True, True)
 
     def counts_row(self, reset: RowReset) -> np.ndarray:
         """The device's token counts of a row as they start, [V] int16: see sampling.adjust_logits."""
@@ -173,7 +179,7 @@ class SampleBuilder:
         self._columns[_AT["is_greedy"], row] = 1
         for name, value in (("inverse_temperature", 1), ("top_p", 1), ("log_min_p", -np.inf), ("repetition", 1)):
             self._floats[_AT[name], row] = value
-        self._variant[row] = Variant.GREEDY
+        self._is_random[row] = self._is_adjusted[row] = self._has_penalties[row] = False
         self._min_tokens[row] = 0
         self._has_mask[row] = False
         self._wants_logprobs[row] = False
@@ -188,13 +194,14 @@ class SampleBuilder:
         top_k = params.top_k if 0 < params.top_k < self.shapes.vocab_size else 0
         # top_k 1 keeps one value: the argmax. Sent as greedy, so that a tie goes to the lowest id.
         if not params.is_greedy and top_k != 1:
-            self._variant[row] = Variant.RANDOM
+            self._is_random[row] = True
             self._columns[_AT["is_greedy"], row] = 0
             self._columns[_AT["top_k"], row] = top_k
             self._floats[_AT["inverse_temperature"], row] = 1.0 / params.temperature
             self._floats[_AT["top_p"], row] = params.top_p
             self._floats[_AT["log_min_p"], row] = math.log(params.min_p) if params.min_p > 0 else -np.inf
         if params.has_penalties:
+            self._has_penalties[row] = True
             self._columns[_AT["count_row"], row] = row
             self._floats[_AT["presence"], row] = params.presence_penalty
             self._floats[_AT["frequency"], row] = params.frequency_penalty
@@ -204,8 +211,7 @@ class SampleBuilder:
         if params.allowed_token_ids is not None:
             owner.allowed = self._packed_mask(np.array(params.allowed_token_ids))
             self._has_mask[row] = True
-        if params.has_penalties or params.logit_bias or self._has_mask[row]:
-            self._variant[row] = Variant.FULL
+        self._is_adjusted[row] = params.has_penalties or bool(params.logit_bias) or self._has_mask[row]
         if params.min_tokens > 0:
             owner.allowed_without_stops = self._without_stops(owner)
             self._min_tokens[row] = params.min_tokens
@@ -222,9 +228,7 @@ class SampleBuilder:
         params = owner.params
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
         in_range = np.array([token for token in stops if token < self.shapes.vocab_size], np.int64)
-        start = (
-            owner.allowed if owner.allowed is not None else self._packed_mask(np.arange(self.shapes.vocab_size))
-        )
+        start = owner.allowed if owner.allowed is not None else self._packed_mask(np.arange(self.shapes.vocab_size))
         held = start & ~self._packed_mask(in_range)
         return held if held.any() else owner.allowed
 

@@ -112,9 +112,7 @@ def adjust_logits(
     """Penalties, bias and mask. Rows without them keep every logit bitwise."""
     num_rows, vocab_size = counts.shape
     has_counts = (inputs.count_row < num_rows)[:, None]
-    seen = jnp.where(has_counts, counts[jnp.minimum(inputs.count_row, num_rows - 1)], jnp.int16(0)).astype(
-        jnp.int32
-    )
+    seen = jnp.where(has_counts, counts[jnp.minimum(inputs.count_row, num_rows - 1)], jnp.int16(0)).astype(jnp.int32)
     num_outputs = (seen & _COUNT_MASK).astype(jnp.float32)
     repetition = inputs.repetition[:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -180,9 +178,7 @@ def _first_of_largest(blocks: jax.Array, block_max: jax.Array, vocab_size: int) 
     return jnp.minimum(block * BLOCK + inside, vocab_size - 1)
 
 
-def _candidates(
-    blocks: jax.Array, block_max: jax.Array, num_blocks: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _candidates(blocks: jax.Array, block_max: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The `num_blocks` blocks of largest maxima, in ascending order of their ids.
 
     Returns values [S, n * BLOCK], ids [S, n] and the smallest of the maxima [S]. Every token above that maximum
@@ -340,9 +336,7 @@ def _search(
     return _from_ordered(lax.fori_loop(0, 2, phase, state).low)
 
 
-def _bisect(
-    values: jax.Array, weights: jax.Array, state: _Search, wants: jax.Array, is_enough: IsEnough
-) -> _Search:
+def _bisect(values: jax.Array, weights: jax.Array, state: _Search, wants: jax.Array, is_enough: IsEnough) -> _Search:
     """Raise `low` and lower `high` until at most one token lies between, or they are neighbouring floats."""
 
     def body(carry: tuple[jax.Array, _Search]) -> tuple[jax.Array, _Search]:

@@ -1,8 +1,9 @@
 """The compiled programs of an engine: what they compute, and their fixed signatures.
 
-A step is forward (tokens -> hidden states of the sampled positions), head (-> logits), sample (-> tokens, stored
-in the last-token table) and, when somebody asked, logprobs. Four small families instead of one fused program make
-the number of compilations a sum of buckets instead of a product, and a mask may arrive after forward has started.
+A step is forward (tokens -> hidden states of the sampled positions), head (-> logits), greedy or random (-> tokens,
+stored in the last-token table) and, when a row asks for it, adjust (penalties, bias, mask) between head and draw,
+count and logprobs at the end. Small families instead of one fused program make the number of compilations a sum of
+buckets and options instead of a product, and a mask may arrive after forward has started.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from jax import lax
 from jaxserve.models.contract import KVPages, Model, StepInputs
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
-from jaxserve.runner.sample_builder import Variant
 
 COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
 
@@ -83,10 +83,8 @@ class StepPrograms:
         for size in reversed(self.shapes.token_buckets):
             yield ("forward", size)
         for size in reversed(self.shapes.sample_buckets):
-            for variant in reversed(Variant):
-                yield ("sample", size, variant)
-            yield ("logprobs", size)
-            yield ("head", size)
+            for name in ("random", "adjust", "greedy", "logprobs", "head", "count"):
+                yield (name, size)
         yield ("copy",)
         yield ("set_counts",)
         yield ("set_bias",)
@@ -106,25 +104,29 @@ class StepPrograms:
         function = functools.partial(head, self.model.rebuild, num_samples)
         return Program(f"head {num_samples}", function, (_abstract(self.model.leaves), hidden))
 
-    def _sample(self, num_samples: int, variant: Variant) -> Program:
-        rows, vocab_size = self.shapes.max_num_rows, self.shapes.vocab_size
-        arguments: tuple[Any, ...] = (
+    def _adjust(self, num_samples: int) -> Program:
+        arguments = (
             self._logits(num_samples),
-            _int32(sample_builder.packed_size(num_samples)),
-            self._table(),
+            self._packed_samples(num_samples),
+            self._rows(jnp.int16),
+            self._rows(jnp.float32),
+            _int32(num_samples * self.shapes.mask_words),
         )
-        donate: tuple[int, ...] = (2,)
-        if variant is Variant.FULL:
-            counts = jax.ShapeDtypeStruct((rows, vocab_size), jnp.int16)
-            bias = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)
-            arguments += (counts, bias, _int32(num_samples * self.shapes.mask_words))
-            donate = (2, 3)
-        function = {
-            Variant.GREEDY: functools.partial(sample_greedy, num_samples),
-            Variant.RANDOM: functools.partial(sample_random, num_samples, self.branch),
-            Variant.FULL: functools.partial(sample_full, num_samples, self.branch),
-        }[variant]
-        return Program(f"sample {num_samples} {variant.name.lower()}", function, arguments, donate)
+        return Program(f"adjust {num_samples}", functools.partial(adjust, num_samples), arguments)
+
+    def _greedy(self, num_samples: int) -> Program:
+        arguments = (self._logits(num_samples), self._packed_samples(num_samples), self._table())
+        function = functools.partial(sample_greedy, num_samples)
+        return Program(f"greedy {num_samples}", function, arguments, donate=(2,))
+
+    def _random(self, num_samples: int) -> Program:
+        arguments = (self._logits(num_samples), self._packed_samples(num_samples), self._table())
+        function = functools.partial(sample_random, num_samples, self.branch)
+        return Program(f"random {num_samples}", function, arguments, donate=(2,))
+
+    def _count(self, num_samples: int) -> Program:
+        arguments = (self._rows(jnp.int16), self._packed_samples(num_samples), _int32(num_samples))
+        return Program(f"count {num_samples}", functools.partial(count, num_samples), arguments, donate=(0,))
 
     def _logprobs(self, num_samples: int) -> Program:
         arguments = (self._logits(num_samples), _int32(num_samples))
@@ -140,9 +142,14 @@ class StepPrograms:
         return self._set_row("set bias", jnp.float32)
 
     def _set_row(self, name: str, dtype: Any) -> Program:
-        rows, vocab_size = self.shapes.max_num_rows, self.shapes.vocab_size
-        table = jax.ShapeDtypeStruct((rows, vocab_size), dtype)
-        return Program(name, set_row, (table, _int32(1), jax.ShapeDtypeStruct((vocab_size,), dtype)), donate=(0,))
+        values = jax.ShapeDtypeStruct((self.shapes.vocab_size,), dtype)
+        return Program(name, set_row, (self._rows(dtype), _int32(1), values), donate=(0,))
+
+    def _rows(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.shapes.max_num_rows, self.shapes.vocab_size), dtype)
+
+    def _packed_samples(self, num_samples: int) -> jax.ShapeDtypeStruct:
+        return _int32(sample_builder.packed_size(num_samples))
 
     def _table(self) -> jax.ShapeDtypeStruct:
         return _int32(self.shapes.max_num_rows)
@@ -182,6 +189,19 @@ def head(rebuild: Callable[[Leaves], Model], num_samples: int, leaves: Leaves, h
     return rebuild(leaves).compute_logits(hidden[:num_samples])
 
 
+def adjust(
+    num_samples: int,
+    logits: jax.Array,  # [S, V]
+    packed: jax.Array,
+    counts: jax.Array,  # [rows, V] int16
+    bias: jax.Array,  # [rows, V] float32
+    mask: jax.Array,  # [S * mask_words] int32
+) -> jax.Array:
+    """Logits [S, V] with penalties, bias and mask; rows without them bitwise as they were."""
+    inputs = sample_builder.unpack(packed, num_samples)
+    return sampling.adjust_logits(logits, inputs, counts, bias, mask.reshape(num_samples, -1))
+
+
 def sample_greedy(
     num_samples: int,
     logits: jax.Array,  # [S, V]
@@ -201,23 +221,9 @@ def sample_random(
     return _store(inputs, sampling.draw_tokens(logits, inputs, branch=branch), last_token)
 
 
-def sample_full(
-    num_samples: int,
-    branch: bool,
-    logits: jax.Array,
-    packed: jax.Array,
-    last_token: jax.Array,  # donated
-    counts: jax.Array,  # [rows, V] int16, donated
-    bias: jax.Array,  # [rows, V] float32
-    mask: jax.Array,  # [S * mask_words] int32
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As sample_random, with penalties, bias and mask. Returns (tokens, last-token table, counts)."""
-    inputs = sample_builder.unpack(packed, num_samples)
-    adjusted = sampling.adjust_logits(logits, inputs, counts, bias, mask.reshape(num_samples, -1))
-    # Kept apart from the draw, so that the draw is compiled as in sample_random and rounds alike.
-    drawn = sampling.draw_tokens(lax.optimization_barrier(adjusted), inputs, branch=branch)
-    tokens, last_token = _store(inputs, drawn, last_token)
-    return tokens, last_token, sampling.count_tokens(counts, inputs.count_row, tokens)
+def count(num_samples: int, counts: jax.Array, packed: jax.Array, tokens: jax.Array) -> jax.Array:
+    """counts (donated) with the new tokens [S] of rows that have penalties."""
+    return sampling.count_tokens(counts, sample_builder.unpack(packed, num_samples).count_row, tokens)
 
 
 def _store(inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -232,9 +238,7 @@ def copy_pages(pages: Pages, packed: jax.Array) -> Pages:
     # Slices instead of one scatter: XLA:CPU scatters bfloat16 by widening the whole array.
     def copy_one(i: jax.Array, pages: Pages) -> Pages:
         return tuple(
-            lax.dynamic_update_slice_in_dim(
-                layer, lax.dynamic_slice_in_dim(layer, sources[i], 1), targets[i], axis=0
-            )
+            lax.dynamic_update_slice_in_dim(layer, lax.dynamic_slice_in_dim(layer, sources[i], 1), targets[i], axis=0)
             for layer in pages
         )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
-from jaxserve.runner.sample_builder import SampleBuilder, Variant, unpack
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples, unpack
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import RowReset, RowWork, SampleWork, StepDecision
 
@@ -144,6 +144,15 @@ def stage(builder: SampleBuilder, *samples: SampleWork):
     return biases, staged, unpack(staged.packed, staged.bucket)
 
 
+def needs(staged: StagedSamples) -> set[str]:
+    """Programs that the staged samples ask for beside the argmax."""
+    asked = {
+        "random": staged.is_random, "adjust": staged.mask is not None, "count": staged.counts_tokens,
+        "logprobs": staged.wants_logprobs,
+    }  # fmt: skip
+    return {name for name, is_asked in asked.items() if is_asked}
+
+
 def test_options_reach_their_columns() -> None:
     builder = SampleBuilder(SHAPES, frozenset({EOS}))
     full = SamplingParams(
@@ -151,7 +160,7 @@ def test_options_reach_their_columns() -> None:
         repetition_penalty=1.5, logit_bias={3: 2.0, 69: -100.0},
     )  # fmt: skip
     biases, staged, inputs = stage(builder, sample(1, 3, full), sample(2, 0, SamplingParams(temperature=0.0)))
-    assert (staged.variant, staged.bucket, staged.wants_logprobs) == (Variant.FULL, 4, False)
+    assert staged.bucket == 4 and needs(staged) == {"random", "adjust", "count"}
     assert np.asarray(inputs.row).tolist() == [3, 0, 5, 5]
     assert np.asarray(inputs.count_row).tolist() == [3, 5, 5, 5]
     assert np.asarray(inputs.bias_row).tolist() == [3, 5, 5, 5]
@@ -173,9 +182,9 @@ def test_a_row_given_to_another_request_forgets_the_first() -> None:
     builder = SampleBuilder(SHAPES, frozenset({EOS}))
     busy = SamplingParams(temperature=0.5, top_k=7, logprobs=3, allowed_token_ids=(1,), presence_penalty=1.0)
     _, staged, _ = stage(builder, sample(1, 2, busy))
-    assert staged.variant is Variant.FULL and staged.wants_logprobs
+    assert needs(staged) == {"random", "adjust", "count", "logprobs"}
     _, staged, inputs = stage(builder, sample(2, 2, SamplingParams(temperature=0.0)))
-    assert staged.variant is Variant.GREEDY and not staged.wants_logprobs
+    assert needs(staged) == set()
     assert (int(inputs.top_k[0]), int(inputs.count_row[0])) == (0, 5)
 
 
@@ -183,7 +192,7 @@ def test_scores_ask_for_logprobs_and_leave_the_table_alone() -> None:
     builder = SampleBuilder(SHAPES, frozenset({EOS}))
     work = SampleWork(1, 0, 0, 3, 0, 0, SamplingParams(), forced_token=17, is_score=True)
     _, staged, inputs = stage(builder, work)
-    assert staged.variant is Variant.GREEDY and staged.wants_logprobs
+    assert needs(staged) == {"logprobs"}
     assert (int(inputs.row[0]), int(inputs.forced[0])) == (5, 17)
 
 
@@ -205,10 +214,10 @@ def test_masks() -> None:
     ):
         builder = SampleBuilder(SHAPES, frozenset({EOS}))
         _, staged, _ = stage(builder, sample(1, 0, params, num_outputs=num_outputs))
-        assert staged.variant is Variant.FULL
+        assert needs(staged) == {"random", "adjust"}
         assert allowed_tokens(staged) == expected, params
     _, staged, _ = stage(builder, sample(7, 0, SamplingParams(min_tokens=3), num_outputs=3))
-    assert staged.variant is Variant.RANDOM  # enough tokens: the cheaper program does
+    assert needs(staged) == {"random"}  # enough tokens: nothing to hold back
 
 
 def test_counts_row() -> None:
