@@ -90,8 +90,7 @@ def main() -> None:
         asyncio.run(run_continuous(target, warm, options.rows))
         rounds = alternating.run_rounds(VARIANTS, options.rounds, measure)
     notes = [
-        f"throughput continuous : {other} = "
-        f"{alternating.median_ratio(rounds, 'continuous', other, 'output tok/s'):.2f}"
+        f"throughput continuous : {other} = {alternating.median_ratio(rounds, 'continuous', other, 'output tok/s'):.2f}"
         for other in VARIANTS[1:]
     ]
     alternating.show(

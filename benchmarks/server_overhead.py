@@ -85,9 +85,7 @@ def main() -> None:
 
             def measure(name: str, number: int) -> alternating.Figures:
                 # Other ids in each round: nothing is found in a cache.
-                workload = workloads.random_lengths(
-                    options.requests, prompt, output, vocab_size=30000, seed=number
-                )
+                workload = workloads.random_lengths(options.requests, prompt, output, vocab_size=30000, seed=number)
                 records, seconds = asyncio.run(load.run_closed_loop(targets[name], workload, options.streams))
                 figures = report.summarize(records, seconds)
                 if figures["num_failed"]:

@@ -14,9 +14,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
     model = client.models.list().data[0].id
     print(f"model: {model}")
 
-    completion = client.completions.create(
-        model=model, prompt="The capital of France is", max_tokens=16, temperature=0
-    )
+    completion = client.completions.create(model=model, prompt="The capital of France is", max_tokens=16, temperature=0)
     print(completion.choices[0].text)
 
     messages = [{"role": "user", "content": "Name three primary colors."}]

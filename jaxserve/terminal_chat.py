@@ -188,7 +188,5 @@ def _show_answer(pieces: Iterator[ChatPiece], is_terminal: bool) -> str:
 
 def _describe(last: ChatPiece, num_first: int, to_first: float, rest: float) -> str:
     rate = f", {(last.num_output_tokens - num_first) / rest:.1f} tok/s" if rest > 0 else ""
-    figures = (
-        f"{last.num_output_tokens} tokens{rate}, first after {to_first:.2f} s, {last.num_cached_tokens} cached"
-    )
+    figures = f"{last.num_output_tokens} tokens{rate}, first after {to_first:.2f} s, {last.num_cached_tokens} cached"
     return f"\x1b[2m[{figures}]\x1b[0m"

@@ -24,9 +24,7 @@ def main() -> None:
     target, dtype = sys.argv[2], (*sys.argv[3:], "bfloat16")[0]
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     options = {}
-    config_class = getattr(quantization_config, "GgufConfig", None) or getattr(
-        quantization_config, "GGUFConfig", None
-    )
+    config_class = getattr(quantization_config, "GgufConfig", None) or getattr(quantization_config, "GGUFConfig", None)
     if config_class is not None:
         try:
             options["quantization_config"] = config_class(gguf_file=name, dequantize=True)
@@ -45,9 +43,7 @@ def main() -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt")
     print(tokenizer.decode(model.generate(**ids, max_new_tokens=20, do_sample=False)[0]))
     messages = [{"role": "user", "content": "Name three primary colors."}]
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     print(tokenizer.decode(model.generate(**ids, max_new_tokens=40, do_sample=False)[0]))
 
 

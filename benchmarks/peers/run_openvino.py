@@ -76,9 +76,7 @@ def main() -> None:
     parser.add_argument("--precision", default="", help="INFERENCE_PRECISION_HINT: f32, bf16")
     parser.add_argument("--kv-precision", default="", help="KV_CACHE_PRECISION: u8, bf16, f32")
     arguments = parser.parse_args()
-    properties: dict[str, Any] = {
-        "INFERENCE_NUM_THREADS": int(os.environ.get("BENCH_THREADS", os.cpu_count() or 1))
-    }
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(os.environ.get("BENCH_THREADS", os.cpu_count() or 1))}
     if arguments.precision:
         properties["INFERENCE_PRECISION_HINT"] = arguments.precision
     if arguments.kv_precision:

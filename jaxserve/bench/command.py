@@ -210,9 +210,7 @@ async def _measure_url(target: HttpTarget, options: TargetOptions, runs: list[_R
     return [await _run(target, options, run) for run in runs]
 
 
-async def _measure_in_process(
-    config: EngineConfig, options: TargetOptions, runs: list[_Run]
-) -> list[report.Result]:
+async def _measure_in_process(config: EngineConfig, options: TargetOptions, runs: list[_Run]) -> list[report.Result]:
     # Imports jax: only when a model is loaded here.
     from jaxserve.bench.in_process import InProcessTarget
 

@@ -106,8 +106,7 @@ def random_lengths(
     """Independent requests with lengths drawn from both ranges."""
     source = TokenSource(seed, vocab_size)
     conversations = tuple(
-        _single(source.ids(prompt.draw(source.generator)), output.draw(source.generator))
-        for _ in range(num_requests)
+        _single(source.ids(prompt.draw(source.generator)), output.draw(source.generator)) for _ in range(num_requests)
     )
     parameters = {"num_requests": num_requests, "prompt": str(prompt), "output": str(output), "seed": seed}
     return Workload("random", parameters, conversations)

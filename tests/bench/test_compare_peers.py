@@ -115,9 +115,7 @@ def test_fresh_requests_share_what_they_shared_and_nothing_else() -> None:
         assert {tuple(request["ids"][:100]) for request in made} == {tuple(made[0]["ids"][:100])}
         assert [request["ids"][100:] for request in made] == [request["ids"][100:] for request in original]
         assert [request["max_tokens"] for request in made] == [5] * 3
-    assert (
-        len({made[0]["ids"][0] for made in rounds} | {0}) == 4
-    )  # not even the first token is that of another round
+    assert len({made[0]["ids"][0] for made in rounds} | {0}) == 4  # not even the first token is that of another round
     alone = compare_peers.fresh_requests(original, 0, 0)
     assert [sorted(request["ids"]) for request in alone] == [sorted(request["ids"]) for request in original]
     assert all(a["ids"] != b["ids"] for a, b in zip(alone, original))
@@ -149,9 +147,7 @@ def test_missing_options_are_named() -> None:
 
 
 def test_options_reach_the_server_as_flags() -> None:
-    options = argparse.Namespace(
-        threads=1, option=["max_num_rows=8", "overlap=False", "warmup=True"], gguf="m.gguf"
-    )
+    options = argparse.Namespace(threads=1, option=["max_num_rows=8", "overlap=False", "warmup=True"], gguf="m.gguf")
     command, _ = compare_peers.peer_command("jaxserve-http", options)
     assert command[-4:] == ["--max-num-rows", "8", "--no-overlap", "--warmup"]
 

@@ -13,9 +13,7 @@ from jaxserve.bench.workloads import LengthRange
 
 
 def record(start: float, times: list[float], counts: list[int], **fields: int | str) -> RequestRecord:
-    made = RequestRecord(
-        num_prompt_tokens=10, start=start, times=times, counts=counts, end=times[-1] if times else 0
-    )
+    made = RequestRecord(num_prompt_tokens=10, start=start, times=times, counts=counts, end=times[-1] if times else 0)
     made.num_output_tokens = sum(counts)
     for name, value in fields.items():
         setattr(made, name, value)

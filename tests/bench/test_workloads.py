@@ -29,9 +29,7 @@ def test_random_lengths(num: int, low: int, extra: int, seed: int, vocab: int) -
 
 
 def test_seeds_differ() -> None:
-    made = [
-        workloads.random_lengths(2, LengthRange(8, 8), LengthRange(1, 1), vocab_size=5000, seed=s) for s in (0, 1)
-    ]
+    made = [workloads.random_lengths(2, LengthRange(8, 8), LengthRange(1, 1), vocab_size=5000, seed=s) for s in (0, 1)]
     assert made[0].conversations != made[1].conversations
 
 

@@ -101,12 +101,8 @@ def test_mistakes_cost_one_line(jaxserve: Callable[..., Done], arguments: list[s
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--debug", "serve", "--dtype", "f8"], ["serve", "--dtype", "f8", "--debug"]]
-)
-def test_debug_lets_the_error_through_wherever_it_stands(
-    jaxserve: Callable[..., Done], arguments: list[str]
-) -> None:
+@pytest.mark.parametrize("arguments", [["--debug", "serve", "--dtype", "f8"], ["serve", "--dtype", "f8", "--debug"]])
+def test_debug_lets_the_error_through_wherever_it_stands(jaxserve: Callable[..., Done], arguments: list[str]) -> None:
     with pytest.raises(ValueError, match="dtype: got 'f8'"):
         jaxserve(*arguments)
 
@@ -117,9 +113,7 @@ def test_debug_after_two_dashes_is_an_argument(jaxserve: Callable[..., Done]) ->
     assert "dtype: got 'f8'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["serve", "--no-such-option"], ["serve", "--port", "x"], ["run"]]
-)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["serve", "--no-such-option"], ["serve", "--port", "x"], ["run"]])
 def test_usage_errors(jaxserve: Callable[..., Done], arguments: list[str]) -> None:
     done = jaxserve(*arguments)
     assert done.returncode == 2
