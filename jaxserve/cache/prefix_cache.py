@@ -1,0 +1,97 @@
+"""Pages and prefixes together: match, lock, allocate or evict, insert, integrity check. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.cache.page_pool import PagePool
+from jaxserve.cache.radix_tree import Handle, RadixTree
+
+
+class PrefixCache:
+    """The one owner of a PagePool and a RadixTree. The tree holds one reference to each of its pages.
+
+    enabled=False: nothing is ever matched or inserted.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
+        self.page_size = page_size
+        self.enabled = enabled
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that allocate() can deliver now."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    def match(self, namespace: str, tokens: np.ndarray, limit: int) -> Handle:
+        """The longest cached prefix of at most `limit` tokens, not yet locked."""
+        if not self.enabled or limit < self.page_size:
+            return self.tree.root(namespace)
+        return self.tree.match(namespace, tokens[: limit // self.page_size * self.page_size])
+
+    def acquire(self, handle: Handle) -> None:
+        """Lock a match and take a reference to each of its pages."""
+        self.tree.lock(handle)
+        self.pool.share(handle.pages)
+
+    def allocate(self, count: int) -> np.ndarray | None:
+        """int32 [count] pages with one reference each, evicting old prefixes if need be; None if too few exist.
+
+        An evicted page that a request still uses leaves the tree without becoming free, hence the loop.
+        """
+        while count > self.pool.num_free:
+            if self.num_available < count:
+                return None
+            evicted = self.tree.evict(count - self.pool.num_free)
+            if not len(evicted):
+                return None
+            self.pool.release(evicted)
+        return self.pool.allocate(count)
+
+    def extend(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle | None:
+        """Insert computed pages behind a locked handle; returns the new handle, locked in its place.
+
+        `pages` stay referenced by the caller; the tree adds its own reference. None, and nothing changes, if the tree
+        has these tokens already: locking its copies as well would bind twice the memory. The caller then keeps its
+        pages to itself and leaves them to deposit() in the end.
+        """
+        if self.tree.has_next(handle, tokens):
+            return None
+        end = self._insert(handle, tokens, pages)
+        self.tree.lock(end)
+        self.tree.unlock(handle)
+        return end
+
+    def deposit(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Insert pages behind a locked handle without locking them: their owner is about to release them."""
+        self._insert(handle, tokens, pages)
+
+    def _insert(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle:
+        end, known = self.tree.insert(handle, tokens, pages)
+        self.pool.share(pages[known:])
+        return end
+
+    def flush(self) -> None:
+        """Forget every prefix that no locked handle protects."""
+        self.pool.release(self.tree.evict(self.tree.num_evictable))
+
+    def check_integrity(self, held: dict[int, int]) -> None:
+        """Raise RuntimeError unless every reference is accounted for; held: page -> references of requests."""
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        expected = np.zeros(self.pool.num_pages, np.int32)
+        pages = self.tree.pages()
+        if len(np.unique(pages)) != len(pages):
+            raise RuntimeError("radix tree: a page stands in two places")
+        expected[pages] += 1
+        for page, count in held.items():
+            expected[page] += count
+        wrong = np.flatnonzero(expected != self.pool.references)
+        if len(wrong):
+            page = int(wrong[0])
+            raise RuntimeError(
+                f"{len(wrong)} pages with wrong reference counts; page {page}: "
+                f"{self.pool.references[page]} recorded, {expected[page]} found"
+            )

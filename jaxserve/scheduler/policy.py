@@ -1,0 +1,35 @@
+"""In which order requests wait, and how large a chunk may be. Pure functions over plain data. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from jaxserve.request import Request
+from jaxserve.scheduler.sequence import Sequence
+
+# Under "lpm" a request that others have overtaken this often goes first, whatever it shares: nobody starves.
+MAX_PASSED_OVER = 32
+
+
+def order_key(policy: str, request: Request, order: int) -> tuple[int, int]:
+    """Smaller runs first, and is preempted last. `order` counts arrivals."""
+    return (request.priority if policy == "priority" else 0, order)
+
+
+def by_longest_prefix(candidates: Iterable[Sequence], matched: Callable[[Sequence], int]) -> list[Sequence]:
+    """Longest cached prefix first; ties, and requests overtaken too often, in order of arrival."""
+    rated = [(0, 0, s.key) if s.num_passed_over >= MAX_PASSED_OVER else (1, -matched(s), s.key) for s in candidates]
+    return [s for _, s in sorted(zip(rated, candidates), key=lambda pair: pair[0])]
+
+
+def chunk_size(missing: int, budget: int, free_samples: int, scores: bool) -> int:
+    """How many of `missing` tokens of a prompt to compute now.
+
+    The chunk that ends the prompt needs one sample; a prompt that is scored needs one for every token.
+    """
+    size = min(missing, budget)
+    if scores:
+        return min(size, free_samples)
+    if size == missing and free_samples < 1:
+        return size - 1
+    return size

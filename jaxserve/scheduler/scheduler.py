@@ -1,0 +1,479 @@
+"""Which tokens are computed next: waiting and running requests, step by step. No jax.
+
+Two steps may be in flight: schedule() for step n + 1 is called before apply() of step n. A running request is then
+assumed to go on; its newest token is LAST_TOKEN, known to the device alone. The device runs steps in order, so a page
+given back by apply() may be written by any later step.
+
+Requests are served in the order of a key (arrival, or priority then arrival). The first of them can take pages from
+all others (preemption by recomputation), and add() refuses what could not run alone: so it always advances, finishes,
+and makes room for the next. What has been preempted keeps its key and is admitted again only when its whole prefix
+and one page per running request are available, so two requests cannot throw each other out in turn.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+from jaxserve.cache.prefix_cache import PrefixCache
+from jaxserve.cache.radix_tree import Handle
+from jaxserve.messages import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
+from jaxserve.request import Request, Status, TokenEvent
+from jaxserve.scheduler import policy as policies
+from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
+from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.sequence import Sequence
+
+MAX_CANDIDATES = 128  # waiting requests looked at in one step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges now; counters since the start. Pages: held by requests + cached + free = num_pages - 1."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_held: int
+    num_pages_cached: int
+    num_pages_free: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_prefill_tokens: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Single-threaded. Requests are told apart by Request.number."""
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        policy: str = "fcfs",
+        prefix_cache: bool = True,
+        deterministic: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.geometry = geometry
+        self.policy = policy
+        self.deterministic = deterministic
+        self.clock = clock
+        self.cache = PrefixCache(geometry.num_pages, geometry.page_size, enabled=prefix_cache)
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # last first: the next one to run stands at the end
+        self._running: list[Sequence] = []  # in the order of their keys
+        self._rows = list(range(geometry.max_num_rows - 1, -1, -1))
+        self._children: dict[int, list[Sequence]] = {}  # parent's number -> forks that have not started
+        self._num_added = 0
+        self._num_steps = 0
+        self._prefilled_last = False
+        self._prompt_tokens = self._cached_tokens = self._prefill_tokens = self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; the parent of a fork comes first.
+
+        Raises ValueError if the pool could not hold its prompt and one token. max_total_tokens is cut to what the
+        pool can hold.
+        """
+        usable = (self.geometry.num_pages - 1) * self.geometry.page_size
+        if request.num_prompt_tokens + 1 > usable:
+            raise ValueError(
+                f"prompt: got {request.num_prompt_tokens} tokens; allowed: at most {usable - 1}, since the cache has "
+                f"{self.geometry.num_pages - 1} pages of {self.geometry.page_size} tokens"
+            )
+        if request.number in self._sequences:
+            raise ValueError(f"request number {request.number} is in use")
+        request.max_total_tokens = min(request.max_total_tokens, usable, self.geometry.max_model_len)
+        self._num_added += 1
+        key = policies.order_key(self.policy, request, self._num_added)
+        sequence = Sequence(request, self._num_added, key)
+        self._sequences[request.number] = sequence
+        if request.parent is not None and request.parent.number in self._sequences:
+            self._children.setdefault(request.parent.number, []).append(sequence)
+        self._wait(sequence)
+
+    def abort(self, number: int) -> Request | None:
+        """End a request in any state; None if it is not here. What is in flight for it is dropped."""
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            return None
+        self._end(sequence, FINISH_ABORT, None)
+        return sequence.request
+
+    def finish(self, number: int, reason: str, stop_reason: int | str | None) -> None:
+        """The text of a request has ended (a stop string). Does nothing if it has ended already."""
+        sequence = self._sequences.get(number)
+        if sequence is not None:
+            self._end(sequence, reason, stop_reason)
+
+    def schedule(self) -> StepDecision | None:
+        """Decide the next step and take it as done. None: nothing can run before a result is applied."""
+        plan = StepPlan(self.geometry)
+        decoding = [s for s in self._running if not s.is_prefilling and s.may_grow]
+        may_prefill = True
+        if self.deterministic and decoding:
+            # Prefill and decode are different programs there and take turns.
+            may_prefill = not self._prefilled_last
+        if may_prefill:
+            plan.reserve(len(decoding) if not self.deterministic else 0)
+            self._plan_running(plan, decode=not self.deterministic)
+            self._admit(plan)
+        if self.deterministic and plan.is_empty:
+            plan = StepPlan(self.geometry)
+            plan.reserve(len(decoding))
+            self._plan_running(plan, prefill=False)
+        self._prefilled_last = plan.num_prefill_rows > 0
+        if plan.is_empty:
+            return None
+        self._num_steps += 1
+        self._prefill_tokens += plan.num_prefill_tokens
+        return plan.decision(self._num_steps)
+
+    def apply(self, decision: StepDecision, result: StepResult) -> list[TokenEvent]:
+        """Take the tokens of a collected step, in order of dispatch. Ends the requests that stop."""
+        events: list[TokenEvent] = []
+        tokens = result.token_ids.tolist()
+        for i, work in enumerate(decision.samples):
+            sequence = self._sequences.get(work.request_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            params = request.params
+            asked = params.prompt_logprobs if work.is_score else params.logprobs
+            scores = _scores(result, i, asked) if asked is not None else (None, None, ())
+            if work.is_score:
+                events.append(TokenEvent(request, work.forced_token, work.position, *scores))
+                continue
+            sequence.append(tokens[i])
+            events.append(TokenEvent(request, tokens[i], 0, *scores))
+            reason, stop = _token_stop(request, tokens[i])
+            if reason is not None:
+                self._end(sequence, reason, stop)
+        return events
+
+    def flush_cache(self) -> None:
+        """Forget the prefixes that no running request uses."""
+        self.cache.flush()
+
+    def stats(self) -> SchedulerStats:
+        free, cached = self.cache.pool.num_free, self.cache.tree.num_evictable
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pages=self.geometry.num_pages,
+            num_pages_held=self.geometry.num_pages - 1 - free - cached,
+            num_pages_cached=cached,
+            num_pages_free=free,
+            num_prompt_tokens=self._prompt_tokens,
+            num_cached_tokens=self._cached_tokens,
+            num_computed_prefill_tokens=self._prefill_tokens,
+            num_preemptions=self._preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if a page, a row or a request is lost or held twice."""
+        held: dict[int, int] = {}
+        for sequence in self._running:
+            for page in sequence.pages[: sequence.num_pages].tolist():
+                held[page] = held.get(page, 0) + 1
+        self.cache.check_integrity(held)
+        rows = sorted(self._rows + [s.row for s in self._running])
+        if rows != list(range(self.geometry.max_num_rows)):
+            raise RuntimeError(f"rows lost or used twice: {rows}")
+        known = sorted(id(s) for s in self._sequences.values())
+        if known != sorted(map(id, self._waiting + self._running)):
+            raise RuntimeError(f"{len(known)} requests, {len(self._waiting)} waiting, {len(self._running)} running")
+
+    # ------------------------------------------------------------------ running requests
+
+    def _plan_running(self, plan: StepPlan, *, decode: bool = True, prefill: bool = True) -> None:
+        for sequence in list(self._running):
+            if sequence.row < 0:
+                continue  # preempted by an older one in this very step
+            if sequence.is_prefilling:
+                size = plan.chunk_for(sequence) if prefill else 0
+            else:
+                size = 1 if decode and sequence.may_grow else 0
+            if size:
+                size = self._fit(sequence, size, plan)
+            if size:
+                self._compute(sequence, size, plan)
+            elif not sequence.is_prefilling and decode and sequence.may_grow:
+                plan.unreserve()
+
+    def _fit(self, sequence: Sequence, size: int, plan: StepPlan) -> int:
+        """Get pages for the next `size` tokens, taking them from younger requests if need be.
+
+        Returns how many of the tokens have room: fewer, or none, if only older requests hold what is missing.
+        """
+        while True:
+            if self._grow(sequence, size, plan):
+                return size
+            victim = self._running[-1]
+            if victim is sequence:
+                break
+            self._preempt(victim)
+            if not victim.is_prefilling and victim.may_grow:
+                plan.unreserve()
+        while size > 1:
+            size = min(size - 1, self._room(sequence))
+            if size > 0 and self._grow(sequence, size, plan):
+                return size
+        return 0
+
+    def _room(self, sequence: Sequence) -> int:
+        pages = sequence.num_pages + self.cache.num_available
+        return pages * self.geometry.page_size - sequence.num_computed
+
+    def _grow(self, sequence: Sequence, size: int, plan: StepPlan) -> bool:
+        """Make the pages of the next `size` tokens the sequence's own; False (nothing changed) if there are too few."""
+        page_size = self.geometry.page_size
+        start = sequence.num_computed
+        first = start // page_size
+        # Only the page that `start` lies in can be shared and partly filled: a fork's last one.
+        shared = start % page_size != 0 and self.cache.pool.references[sequence.pages[first]] > 1
+        count = -(-(start + size) // page_size) - sequence.num_pages
+        if count + shared <= 0:
+            return True
+        pages = self.cache.allocate(count + shared)
+        if pages is None:
+            return False
+        if shared:
+            old = sequence.pages[first : first + 1].copy()
+            sequence.replace_page(first, int(pages[0]))
+            plan.copy_page(int(old[0]), int(pages[0]))
+            self.cache.pool.release(old)
+            pages = pages[1:]
+        sequence.add_pages(pages)
+        return True
+
+    def _compute(self, sequence: Sequence, size: int, plan: StepPlan) -> None:
+        """Put the next `size` tokens of a sequence, whose pages are there, into the step."""
+        ends = plan.add_row(sequence, size)
+        self._insert(sequence, min(sequence.num_computed, sequence.request.num_prompt_tokens))
+        if ends and sequence.length == sequence.request.num_prompt_tokens + 1:
+            self._fork(sequence, plan)
+
+    def _insert(self, sequence: Sequence, end: int) -> None:
+        """Give the tree the full pages of the first `end` tokens, so that later requests (and rows) may use them."""
+        handle = sequence.handle
+        if not self.cache.enabled or handle is None or sequence.keeps_to_itself:
+            return
+        size = self.geometry.page_size
+        start, end = handle.num_tokens, end // size * size
+        if end <= start:
+            return
+        tokens, pages = sequence.tokens[start:end], sequence.pages[start // size : end // size]
+        longer = self.cache.extend(handle, tokens, pages)
+        if longer is None:
+            sequence.keeps_to_itself = True
+        else:
+            sequence.handle = longer
+
+    def _fork(self, parent: Sequence, plan: StepPlan) -> None:
+        """Start the other continuations of a prompt: they share its pages and sample from the same logits.
+
+        Those for which no row or sample is left start later like any request, from the cached prefix.
+        """
+        children = self._children.pop(parent.request.number, ())
+        if self.deterministic:
+            return  # a fork has no pages reserved for its output: it is admitted like any request
+        num_pages = -(-parent.num_computed // self.geometry.page_size)
+        for child in children:
+            if child.request.is_finished or child.was_admitted or not self._rows or plan.free_samples < 1:
+                continue
+            self._unwait(child)
+            handle = parent.handle
+            assert handle is not None
+            self.cache.tree.lock(handle)
+            pages = parent.pages[:num_pages]
+            self.cache.pool.share(pages)
+            child.start(self._rows.pop(), self._capacity(child), dataclasses.replace(handle, pages=pages))
+            child.handle = handle
+            child.num_computed = parent.num_computed
+            child.num_scored = child.request.num_prompt_tokens
+            self._count_admission(child, parent.request.num_cached_tokens)
+            self._run(child)
+            plan.add_fork(child)
+
+    # ------------------------------------------------------------------ waiting requests
+
+    def _admit(self, plan: StepPlan) -> None:
+        for sequence in self._candidates(plan):
+            if not self._rows or plan.free_tokens < 1 or plan.free_samples < 1:
+                return
+            if sequence.request.is_finished or sequence.request.status is Status.RUNNING:
+                continue  # started as a fork in this very step
+            if sequence.num_pending or self._waits_for_parent(sequence):
+                continue
+            handle = self.cache.match(sequence.request.namespace, sequence.tokens, self._match_limit(sequence))
+            if self._is_being_computed(sequence, handle.num_tokens):
+                continue
+            if not self._start(sequence, handle, plan):
+                return  # in order: later ones must not take the pages that this one waits for
+
+    def _candidates(self, plan: StepPlan) -> Iterator[Sequence]:
+        if not self._waiting or not self._rows or plan.free_tokens < 1:
+            return iter(())
+        first = self._waiting[: -MAX_CANDIDATES - 1 : -1]
+        if self.policy != "lpm":
+            return iter(first)
+        ordered = policies.by_longest_prefix(
+            first, lambda s: self.cache.match(s.request.namespace, s.tokens, self._match_limit(s)).num_tokens
+        )
+        for rank, sequence in enumerate(ordered):
+            sequence.num_passed_over += any(other.key > sequence.key for other in ordered[:rank])
+        return iter(ordered)
+
+    def _match_limit(self, sequence: Sequence) -> int:
+        """At least the last token is computed; a scored prompt is computed where scores are missing."""
+        limit = sequence.num_known - 1
+        if sequence.wants_scores and sequence.num_scored < sequence.request.num_prompt_tokens:
+            limit = min(limit, sequence.num_scored - 1)
+        return limit
+
+    def _waits_for_parent(self, sequence: Sequence) -> bool:
+        parent = sequence.request.parent
+        other = self._sequences.get(parent.number) if parent is not None else None
+        return other is not None and not sequence.was_admitted and other.length == parent.num_prompt_tokens
+
+    def _is_being_computed(self, sequence: Sequence, matched: int) -> bool:
+        """Whether a running prefill is about to compute the page after `matched`: then it is computed once."""
+        if not self.cache.enabled:
+            return False
+        size = self.geometry.page_size
+        limit = self._match_limit(sequence)
+        for other in self._running:
+            if other.num_computed >= other.request.num_prompt_tokens:
+                continue
+            if other.request.namespace != sequence.request.namespace:
+                continue
+            if min(sequence.common_prefix(other), limit) // size * size > matched:
+                return True
+        return False
+
+    def _start(self, sequence: Sequence, handle: Handle, plan: StepPlan) -> bool:
+        """Admit with its cached prefix, if the pool has room for it now."""
+        page_size = self.geometry.page_size
+        self.cache.acquire(handle)
+        tokens = sequence.request.max_total_tokens if self.deterministic else sequence.length
+        need = -(-tokens // page_size) - len(handle.pages)
+        margin = 0 if self.deterministic else len(self._running)
+        size = policies.chunk_size(
+            sequence.length - handle.num_tokens, plan.free_tokens, plan.free_samples, sequence.wants_scores
+        )
+        if size < 1 or need + margin > self.cache.num_available:
+            self.cache.pool.release(handle.pages)
+            self.cache.tree.unlock(handle)
+            return False
+        self._unwait(sequence)
+        sequence.start(self._rows.pop(), self._capacity(sequence), handle)
+        if self.deterministic:
+            pages = self.cache.allocate(need)
+            assert pages is not None
+            sequence.add_pages(pages)
+        self._count_admission(sequence, handle.num_tokens)
+        self._run(sequence)
+        if not self._grow(sequence, size, plan):
+            raise RuntimeError(f"{self.cache.num_available} pages available, yet none for {size} tokens")
+        if sequence.request.params.has_penalties:
+            plan.reset_row(sequence)
+        self._compute(sequence, size, plan)
+        return True
+
+    def _count_admission(self, sequence: Sequence, num_cached: int) -> None:
+        if sequence.was_admitted:
+            return
+        sequence.was_admitted = True
+        sequence.request.num_cached_tokens = num_cached
+        if sequence.request.parent is None:  # the prompt of n continuations counts once
+            self._prompt_tokens += sequence.request.num_prompt_tokens
+            self._cached_tokens += num_cached
+
+    def _capacity(self, sequence: Sequence) -> int:
+        return -(-sequence.request.max_total_tokens // self.geometry.page_size)
+
+    # ------------------------------------------------------------------ changes of state
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._preemptions += 1
+        self._leave(sequence)
+        sequence.request.status = Status.WAITING
+        self._wait(sequence)
+
+    def _end(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
+        request = sequence.request
+        if request.status is Status.RUNNING:
+            self._leave(sequence)
+        else:
+            self._unwait(sequence)
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        del self._sequences[request.number]
+        self._children.pop(request.number, None)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back row and pages; what is full, computed and known stays in the tree."""
+        valid = min(sequence.num_computed, sequence.num_known)
+        if self.deterministic:
+            # K/V of decoded tokens comes from another program than that of a prompt: it may differ in the last bit.
+            valid = min(valid, sequence.request.num_prompt_tokens)
+        handle, size = sequence.handle, self.geometry.page_size
+        assert handle is not None
+        start, end = handle.num_tokens, valid // size * size
+        if self.cache.enabled and end > start:
+            self.cache.deposit(handle, sequence.tokens[start:end], sequence.pages[start // size : end // size])
+        self.cache.pool.release(sequence.pages[: sequence.num_pages])
+        self.cache.tree.unlock(handle)
+        sequence.handle = None
+        sequence.num_pages = sequence.num_computed = 0
+        self._rows.append(sequence.row)
+        sequence.row = -1
+        del self._running[bisect.bisect_left(self._running, sequence.key, key=_key)]
+
+    def _run(self, sequence: Sequence) -> None:
+        bisect.insort(self._running, sequence, key=_key)
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=_reverse_key)
+
+    def _unwait(self, sequence: Sequence) -> None:
+        del self._waiting[bisect.bisect_left(self._waiting, _reverse_key(sequence), key=_reverse_key)]
+
+
+def _key(sequence: Sequence) -> tuple[int, int]:
+    return sequence.key
+
+
+def _reverse_key(sequence: Sequence) -> tuple[int, int]:
+    return (-sequence.key[0], -sequence.key[1])
+
+
+def _token_stop(request: Request, token: int) -> tuple[str | None, int | None]:
+    """Whether this newest token ends the request."""
+    params = request.params
+    if len(request.output_ids) > params.min_tokens:
+        if token in request.eos_token_ids and not params.ignore_eos:
+            return FINISH_STOP, None
+        if token in params.stop_token_ids:
+            return FINISH_STOP, token
+    if request.num_tokens >= request.max_total_tokens:
+        return FINISH_LENGTH, None
+    return None, None
+
+
+def _scores(result: StepResult, i: int, asked: int) -> tuple[float | None, int | None, tuple[tuple[int, float], ...]]:
+    if result.logprobs is None:
+        raise RuntimeError("log-probabilities were asked for and the runner returned none")
+    top: tuple[tuple[int, float], ...] = ()
+    if asked and result.top_ids is not None and result.top_logprobs is not None:
+        top = tuple(zip(result.top_ids[i][:asked].tolist(), result.top_logprobs[i][:asked].tolist()))
+    rank = int(result.ranks[i]) if result.ranks is not None else None
+    return float(result.logprobs[i]), rank, top

@@ -1,0 +1,110 @@
+"""What the scheduler keeps of one request besides the request itself. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.cache.radix_tree import Handle
+from jaxserve.request import Request, Status
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class Sequence:
+    """One request's tokens, pages and progress. Only the scheduler changes it.
+
+    tokens        int32 buffer; the first num_known are known to the host
+    num_pending   tokens sampled by steps in flight: the device knows them, the host not yet
+    num_computed  tokens whose K/V is in the cache once all dispatched steps have run
+    pages         int32 buffer whose first num_pages belong to the sequence, in order. Steps in flight hold views of
+                  it: entries once written are never changed, a copy on write takes a new buffer
+    keeps_to_itself  the tree has the same tokens on other pages: nothing of this sequence is inserted while it runs
+    handle        locked position in the radix tree; its num_tokens of the sequence have been inserted or matched
+    num_scored    prompt scoring: scores of prompt tokens below this index have been asked of the device
+    """
+
+    __slots__ = (
+        "common", "handle", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages", "num_passed_over",
+        "num_pending", "num_scored", "order", "pages", "request", "row", "tokens", "was_admitted",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, order: int, key: tuple[int, int]) -> None:
+        self.request = request
+        self.order = order
+        self.key = key  # position in the policy's order; smaller runs first
+        self.tokens = np.empty(request.max_total_tokens, np.int32)
+        self.num_known = request.num_prompt_tokens
+        self.tokens[: self.num_known] = request.prompt
+        self.num_pending = 0
+        self.num_computed = 0
+        self.num_scored = 1  # the first prompt token has no score
+        self.row = -1
+        self.pages = _NO_PAGES
+        self.num_pages = 0
+        self.handle: Handle | None = None
+        self.keeps_to_itself = False
+        self.common: dict[int, int] = {}  # other sequence's order -> length of the common prefix
+        self.num_passed_over = 0
+        self.was_admitted = False
+
+    @property
+    def length(self) -> int:
+        """Tokens that the device knows or will know from the steps in flight."""
+        return self.num_known + self.num_pending
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens still to be computed; 1 for a sequence that decodes."""
+        return self.length - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.request.num_prompt_tokens or self.num_missing > 1
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether another token may be sampled once everything known has been computed."""
+        return self.length < self.request.max_total_tokens
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.request.params.prompt_logprobs is not None
+
+    def append(self, token: int) -> None:
+        """A pending token became known."""
+        self.tokens[self.num_known] = token
+        self.num_known += 1
+        self.num_pending -= 1
+        self.request.output_ids.append(token)
+
+    def start(self, row: int, capacity: int, handle: Handle) -> None:
+        """Take a row and the pages of a locked match. capacity: pages that max_total_tokens can need."""
+        self.row = row
+        self.pages = np.zeros(capacity, np.int32)
+        self.num_pages = len(handle.pages)
+        self.pages[: self.num_pages] = handle.pages
+        self.num_computed = handle.num_tokens
+        self.handle = handle
+        self.keeps_to_itself = False
+        self.request.status = Status.RUNNING
+
+    def add_pages(self, pages: np.ndarray) -> None:
+        self.pages[self.num_pages : self.num_pages + len(pages)] = pages
+        self.num_pages += len(pages)
+
+    def replace_page(self, index: int, page: int) -> None:
+        """Copy on write. Steps in flight keep the old buffer."""
+        self.pages = self.pages.copy()
+        self.pages[index] = page
+
+    def common_prefix(self, other: Sequence) -> int:
+        """Length of the common prefix of two prompts, remembered."""
+        known = self.common.get(other.order)
+        if known is None:
+            a, b = self.request.prompt, other.request.prompt
+            size = min(len(a), len(b))
+            differs = a[:size] != b[:size]
+            first = int(differs.argmax()) if size else 0
+            known = first if size and differs[first] else size
+            self.common[other.order] = known
+        return known
