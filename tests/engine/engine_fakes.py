@@ -32,9 +32,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def apply_chat_template(
-        self, messages, *, add_generation_prompt, continue_final_message, tools, template_kwargs
-    ):
+    def apply_chat_template(self, messages, *, add_generation_prompt, continue_final_message, tools, template_kwargs):
         turns = "".join(f"[{m['role']}]{m['content']}" for m in messages)
         return self.encode(turns + ("[assistant]" if add_generation_prompt else ""))
 

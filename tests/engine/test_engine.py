@@ -111,9 +111,7 @@ def test_half_a_character_at_the_end_is_flushed_once():
     assert text_of(run_dry(engine)) == "a\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("interval", "sizes"), [(1, [1] * 9), (4, [1, 4, 4]), (5, [1, 5, 3]), (100, [1, 8]), (0, [9])]
-)
+@pytest.mark.parametrize(("interval", "sizes"), [(1, [1] * 9), (4, [1, 4, 4]), (5, [1, 5, 3]), (100, [1, 8]), (0, [9])])
 def test_stream_interval(interval, sizes):
     engine = make_engine()
     engine.add(request(max_tokens=9, stream_interval=interval))
