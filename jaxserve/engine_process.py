@@ -41,7 +41,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_ORPHANED = 1, 2, 3
 DRAIN_S = 30.0
 _PARENT_POLL_S = 0.5
 
-Progress = Callable[..., None]
+Progress = Callable[[str, int, int], None]
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -78,15 +78,13 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _print_progress(*words: object) -> None:
-    print("jaxserve engine:", *words, file=sys.stderr, flush=True)
+def _print_progress(what: str, done: int, total: int) -> None:
+    print(f"jaxserve engine: {what} {done}/{total}", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="jaxserve.engine_process", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--config", required=True, help="EngineConfig: JSON, or the path of a JSON or msgpack file"
-    )
+    parser.add_argument("--config", required=True, help="EngineConfig: JSON, or the path of a JSON or msgpack file")
     parser.add_argument("--socket", required=True, help="ipc://PATH in a folder with mode 0700")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="end when this is no longer the parent")
     parser.add_argument("--drain", type=float, default=DRAIN_S, help="seconds to finish requests after SIGTERM")

@@ -61,7 +61,7 @@ class LoadingProgress:
     def __enter__(self) -> LoadingProgress:
         return self
 
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
         if not self._is_shown:
             return
         if self._bar is None:
