@@ -129,10 +129,7 @@ def bench_attention(num_rows: int, cached: int, new: int, rounds: int, bandwidth
 
 def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
     weights = [
-        [
-            (jax.random.normal(jax.random.key(i), shape) * 0.05).astype(dtype)
-            for i, shape in enumerate(LAYER_SHAPES)
-        ]
+        [(jax.random.normal(jax.random.key(i), shape) * 0.05).astype(dtype) for i, shape in enumerate(LAYER_SHAPES)]
         for _ in range(LAYERS)
     ]
     weight_bytes = sum(w.nbytes for layer in weights for w in layer)

@@ -19,6 +19,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+from jaxserve.pallas_kernels.cpu_ffi.support import ffi_version
 from numba import types
 from numba.core.registry import cpu_target
 
@@ -47,12 +48,12 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def _environment_key() -> str:
-    """Changes with this package's sources, the compiler and the CPU."""
+    """Changes with this package's sources, the compiler, the CPU, and the FFI version compiled into handlers."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parent.parent.rglob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     codegen = cpu_target.target_context.codegen()
-    digest.update(repr((numba.__version__, llvm.llvm_version_info, codegen.magic_tuple())).encode())
+    digest.update(repr((numba.__version__, llvm.llvm_version_info, codegen.magic_tuple(), ffi_version())).encode())
     return digest.hexdigest()
 
 

@@ -187,9 +187,7 @@ def _emit_outputs(
                 total = b.load(sums[n, m])
                 for w_part, x_part in zip(w_parts, parts):
                     if is_paired:
-                        dot = e.function(
-                            "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, _BF16_PAIRS, _BF16_PAIRS]
-                        )
+                        dot = e.function("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, _BF16_PAIRS, _BF16_PAIRS])
                         total = b.call(dot, [total, w_part, x_part])
                     else:
                         total = e.fma(w_part, x_part, total)

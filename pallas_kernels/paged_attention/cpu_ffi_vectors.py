@@ -132,9 +132,7 @@ def make_product(vectors: int, block_vectors: int) -> Any:
     return void_intrinsic((_INT,) * 10, emit)
 
 
-def _emit_block(
-    e: Emitter, rows: int, width: int, a, a_stride, b_, b_stride, c, c_stride, first, last, add
-) -> None:
+def _emit_block(e: Emitter, rows: int, width: int, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
     """One register block of make_product: `rows` times `width` vectors."""
     b = e.b
     a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]

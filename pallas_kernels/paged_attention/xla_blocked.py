@@ -108,9 +108,7 @@ def _attend_each(
         block = jnp.where(visible[:, :, None, None, None], block, 0.0)
         scores = jnp.einsum("tkgd,tnkd->tkgn", q, block[:, :, 0], precision="highest")
         scores = _cap_and_mask(scores, visible[:, None, None, :], spec)
-        return _online(
-            state, scores, lambda w: jnp.einsum("tkgn,tnkd->tkgd", w, block[:, :, 1], precision="highest")
-        )
+        return _online(state, scores, lambda w: jnp.einsum("tkgn,tnkd->tkgd", w, block[:, :, 1], precision="highest"))
 
     tables = _pad_to_blocks(tables, block_pages)
     block_tokens = block_pages * page_size

@@ -204,3 +204,14 @@ def test_many_threads_and_layers_at_once():
     with ThreadPoolExecutor(8) as pool:
         results = [future.result() for future in [pool.submit(run) for _ in range(8)]]
     assert set(results) == {run()}
+
+
+def test_kept_code_belongs_to_one_ffi_version(monkeypatch):
+    """Environments with different jaxlibs share the folder, and a handler answers with the version it was
+    compiled for."""
+    from jaxserve.pallas_kernels.cpu_ffi import object_cache
+
+    key = object_cache._environment_key.__wrapped__
+    here = key()
+    monkeypatch.setattr(object_cache, "ffi_version", lambda: (0, 99))
+    assert key() != here

@@ -1,0 +1,274 @@
+"""How one call of CPU paged attention is cut into work items: arguments, plan layout, and the planner.
+
+The plan is one block of memory per call: counters, then units, items, partial results, and a work space for
+each thread. Everything is read and written by byte offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    BF16,
+    F32,
+    S32,
+    arg,
+    attr,
+    data,
+    dim,
+    dtype,
+    free,
+    jit,
+    load_i32,
+    load_i64,
+    malloc,
+    num_threads,
+    rank,
+    ret,
+    store_i64,
+    zero_bytes,
+)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import (
+    BAD_ARGUMENTS,
+    NO_MEMORY,
+    PLAN_ITEMS,
+    PLAN_THREADS,
+    named,
+)
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
+    MAX_BLOCK_ROWS,
+    TILE,
+)
+
+SEGMENT = 256  # tokens per independent softmax; a multiple of TILE
+_UNIT_ROWS = 96  # query rows per unit: enough to pay for laying out a tile, few enough to stay in L2
+WRITE_TOKENS = 64  # tokens per work item of the K/V write
+_ITEMS_PER_THREAD = 4  # so that uneven items even out
+# A unit of cost is roughly one query row against one context token, 2 ns.
+_TOKEN_COST = 4  # laying out one context token, in the same unit
+_MIN_ITEM_COST = 4096  # below this, handing an item to another thread costs more than it saves
+
+# Arguments, results and attributes of the call.
+ARG_Q, ARG_K, ARG_V, ARG_PAGES, ARG_SLOTS, ARG_STARTS, ARG_LENGTHS, ARG_TABLE, ARG_NUM_ROWS, ARG_SINKS = range(10)
+RET_OUT, RET_PAGES = range(2)
+ATTR_SCALE, ATTR_SOFTCAP, ATTR_WINDOW, ATTR_HAS_SINKS = range(
+    4
+)  # sorted by name: a_scale, b_softcap, c_window, d_has_sinks
+
+# The plan: counters, then units, items, parts and work space.
+PLAN_WRITTEN = 64  # write items that are done; alone on its cache line
+PLAN_NUM_WRITES, PLAN_TOTAL, PLAN_SCRATCH, PLAN_SCRATCH_BYTES, PLAN_UNIT_ROWS, PLAN_ITEMS_AT = (
+    128,
+    136,
+    144,
+    152,
+    160,
+    168,
+)
+_PLAN_BYTES = 192
+# A unit: which query rows, where their context lies, and the state of its split.
+UNIT_ROW, UNIT_HEAD, UNIT_TOKEN, UNIT_COUNT, UNIT_POSITION = 0, 8, 16, 24, 32
+UNIT_FIRST, UNIT_END, UNIT_PARTS, UNIT_LEFT = 40, 48, 56, 64
+_UNIT_BYTES = 128
+# An item: a unit and the segments to compute.
+ITEM_UNIT, ITEM_SEGMENT, ITEM_STOP = 0, 8, 16
+ITEM_BYTES = 32
+# What a walk over the batch counts.
+_C_COST, _C_UNITS, _C_ITEMS, _C_PARTS, _C_ROWS = 0, 8, 16, 24, 32
+_NO_SPLIT = 1 << 62
+SCORE_BYTES = MAX_BLOCK_ROWS * TILE * 4
+_MAX_PART_BYTES = 64 << 20
+
+
+@jit
+def clamp(value, low, high):
+    return min(max(value, low), high)
+
+
+@jit
+def _rows_in_use(frame):
+    return clamp(load_i32(data(arg(frame, ARG_NUM_ROWS)), 0), 0, dim(arg(frame, ARG_LENGTHS), 0))
+
+
+@jit
+def page_size_of(frame):
+    return dim(arg(frame, ARG_PAGES), 3)
+
+
+@jit
+def group_of(frame):
+    return dim(arg(frame, ARG_Q), 1) // dim(arg(frame, ARG_K), 1)
+
+
+@jit
+def _count(counts, which, value):
+    store_i64(counts, which, load_i64(counts, which) + value)
+
+
+@jit
+def align(value):
+    return (value + 63) // 64 * 64
+
+
+def _make_checks(head_dim: int, kind: str) -> Any:
+    page_type = F32 if kind == "float32" else BF16
+
+    @named(f"d{head_dim}_{kind}")
+    def check(frame):
+        """Whether types and shapes are what this handler was compiled for."""
+        for i in range(10):
+            expected = S32 if ARG_SLOTS <= i <= ARG_NUM_ROWS else F32
+            if dtype(arg(frame, i)) != (page_type if i == ARG_PAGES else expected):
+                return False
+        q, k, v, pages = arg(frame, ARG_Q), arg(frame, ARG_K), arg(frame, ARG_V), arg(frame, ARG_PAGES)
+        if rank(q) != 3 or rank(k) != 3 or rank(v) != 3 or rank(pages) != 5:
+            return False
+        if dim(q, 2) != head_dim or dim(k, 2) != head_dim or dim(v, 2) != head_dim or dim(pages, 4) != head_dim:
+            return False
+        tokens, kv_heads = dim(q, 0), dim(k, 1)
+        if dim(k, 0) != tokens or dim(v, 0) != tokens or dim(v, 1) != kv_heads or dim(pages, 1) != kv_heads:
+            return False
+        if kv_heads < 1 or dim(q, 1) % kv_heads != 0 or dim(pages, 2) != 2 or dim(pages, 0) < 1:
+            return False
+        rows, table = dim(arg(frame, ARG_LENGTHS), 0), arg(frame, ARG_TABLE)
+        if dim(arg(frame, ARG_SLOTS), 0) != tokens or dim(arg(frame, ARG_STARTS), 0) != rows + 1:
+            return False
+        if rank(table) != 2 or dim(table, 0) != rows or dim(table, 1) < 1 or dim(arg(frame, ARG_NUM_ROWS), 0) != 1:
+            return False
+        if load_i32(attr(frame, ATTR_HAS_SINKS), 0) != 0 and dim(arg(frame, ARG_SINKS), 0) != dim(q, 1):
+            return False
+        return data(pages) == data(ret(frame, RET_PAGES))  # else the write would not reach the result
+
+    return check
+
+
+def _make_walk(head_dim: int) -> Any:
+    part_row_bytes = 4 * head_dim + 8
+
+    @named(f"d{head_dim}")
+    def walk(frame, plan, target, counts):
+        """Count units, items and bytes of partial results of the batch, splitting units that cost more than
+        `target`; with a plan (not 0) also write them there. The last rows come first: they hold the chunks,
+        and long items should start early."""
+        rows, kv_heads, group = _rows_in_use(frame), dim(arg(frame, ARG_K), 1), group_of(frame)
+        starts, lengths = data(arg(frame, ARG_STARTS)), data(arg(frame, ARG_LENGTHS))
+        capacity = dim(arg(frame, ARG_TABLE), 1) * page_size_of(frame)
+        window = load_i32(attr(frame, ATTR_WINDOW), 0)
+        unit_tokens = max(1, _UNIT_ROWS // group)
+        units = plan + _PLAN_BYTES
+        items = parts = np.int64(0)
+        if plan != 0:
+            items = load_i64(plan, PLAN_ITEMS_AT)
+            parts = items + load_i64(counts, _C_ITEMS) * ITEM_BYTES
+        for which in (_C_COST, _C_UNITS, _C_ITEMS, _C_PARTS, _C_ROWS):
+            store_i64(counts, which, 0)
+        limit = dim(arg(frame, ARG_Q), 0)
+        for row in range(rows - 1, -1, -1):
+            begin = clamp(load_i32(starts, 4 * row), 0, limit)
+            count = clamp(load_i32(starts, 4 * row + 4), begin, limit) - begin
+            base = max(load_i32(lengths, 4 * row) - count, 0)
+            for tile in range((count + unit_tokens - 1) // unit_tokens - 1, -1, -1):
+                token = tile * unit_tokens
+                tokens = min(unit_tokens, count - token)
+                position = min(base + token, capacity - 1)
+                end = min(base + token + tokens, capacity)
+                first = max(0, position - window + 1) if window > 0 else 0
+                num_rows = tokens * group
+                cost = (end - first // TILE * TILE) * (_TOKEN_COST + num_rows)
+                segments = (end - 1) // SEGMENT - first // SEGMENT + 1
+                part_bytes = align(num_rows * part_row_bytes)
+                pieces = min(segments, (cost + target - 1) // target)
+                if pieces * part_bytes > _MAX_PART_BYTES:
+                    pieces = 1
+                per_item = (segments + pieces - 1) // pieces
+                pieces = (segments + per_item - 1) // per_item
+                store_i64(counts, _C_ROWS, max(load_i64(counts, _C_ROWS), num_rows))
+                for head in range(kv_heads):
+                    if plan != 0:
+                        unit = units + load_i64(counts, _C_UNITS) * _UNIT_BYTES
+                        store_i64(unit, UNIT_ROW, row)
+                        store_i64(unit, UNIT_HEAD, head)
+                        store_i64(unit, UNIT_TOKEN, begin + token)
+                        store_i64(unit, UNIT_COUNT, tokens)
+                        store_i64(unit, UNIT_POSITION, position)
+                        store_i64(unit, UNIT_FIRST, first)
+                        store_i64(unit, UNIT_END, end)
+                        store_i64(unit, UNIT_PARTS, parts + load_i64(counts, _C_PARTS) if pieces > 1 else 0)
+                        store_i64(unit, UNIT_LEFT, pieces)
+                        item = items + load_i64(counts, _C_ITEMS) * ITEM_BYTES
+                        for piece in range(pieces):
+                            segment = first // SEGMENT + piece * per_item
+                            store_i64(item, ITEM_UNIT, unit)
+                            store_i64(item, ITEM_SEGMENT, segment)
+                            store_i64(item, ITEM_STOP, min(segment + per_item, (end - 1) // SEGMENT + 1))
+                            item += ITEM_BYTES
+                    _count(counts, _C_COST, cost)
+                    _count(counts, _C_UNITS, 1)
+                    _count(counts, _C_ITEMS, pieces)
+                    if pieces > 1:
+                        _count(counts, _C_PARTS, segments * part_bytes)
+
+    return walk
+
+
+def make_plan(head_dim: int, kind: str, write: Any) -> Any:
+    check, walk = _make_checks(head_dim, kind), _make_walk(head_dim)
+
+    @named(f"d{head_dim}_{kind}")
+    def plan(frame):
+        if not check(frame):
+            return BAD_ARGUMENTS
+        rows = _rows_in_use(frame)
+        tokens, heads = dim(arg(frame, ARG_Q), 0), dim(arg(frame, ARG_Q), 1)
+        total = clamp(load_i32(data(arg(frame, ARG_STARTS)), 4 * rows), 0, tokens)
+        zero_bytes(data(ret(frame, RET_OUT)) + total * heads * head_dim * 4, (tokens - total) * heads * head_dim * 4)
+
+        counts = malloc(64)
+        if counts == 0:
+            return NO_MEMORY
+        walk(frame, 0, _NO_SPLIT, counts)
+        cost = load_i64(counts, _C_COST)
+        threads = max(1, min(num_threads(frame), cost // _MIN_ITEM_COST))
+        target = _NO_SPLIT
+        if threads > 1:
+            target = max(_MIN_ITEM_COST, cost // (threads * _ITEMS_PER_THREAD))
+            walk(frame, 0, target, counts)
+        unit_rows = load_i64(counts, _C_ROWS)
+        items_at = align(_PLAN_BYTES + load_i64(counts, _C_UNITS) * _UNIT_BYTES)
+        parts_at = items_at + load_i64(counts, _C_ITEMS) * ITEM_BYTES
+        scratch_at = align(parts_at + load_i64(counts, _C_PARTS))
+        scratch_bytes = _scratch_bytes(unit_rows, head_dim)
+        raw = malloc(scratch_at + threads * scratch_bytes + 128)
+        if raw == 0:
+            free(counts)
+            return NO_MEMORY
+        plan_address = align(raw + 8)
+        store_i64(plan_address, -8, raw)
+        store_i64(plan_address, PLAN_ITEMS_AT, plan_address + items_at)
+        walk(frame, plan_address, target, counts)
+
+        writes = 0
+        if threads > 1 and total > WRITE_TOKENS:
+            writes = (total + WRITE_TOKENS - 1) // WRITE_TOKENS
+        else:
+            write(frame, 0, total)
+        store_i64(plan_address, PLAN_ITEMS, writes + load_i64(counts, _C_ITEMS))
+        store_i64(plan_address, PLAN_THREADS, threads)
+        store_i64(plan_address, PLAN_WRITTEN, 0)
+        store_i64(plan_address, PLAN_NUM_WRITES, writes)
+        store_i64(plan_address, PLAN_TOTAL, total)
+        store_i64(plan_address, PLAN_SCRATCH, plan_address + scratch_at)
+        store_i64(plan_address, PLAN_SCRATCH_BYTES, scratch_bytes)
+        store_i64(plan_address, PLAN_UNIT_ROWS, unit_rows)
+        free(counts)
+        return plan_address
+
+    return plan
+
+
+# One worker's space, in this order; each block a multiple of 64 bytes.
+@jit
+def _scratch_bytes(rows, head_dim):
+    queries, states = rows * head_dim * 4, align(rows * 8)
+    return 3 * queries + SCORE_BYTES + 2 * TILE * head_dim * 4 + 2 * states + 16 * TILE
