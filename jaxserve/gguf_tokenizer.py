@@ -1,0 +1,110 @@
+"""Rebuilds a tokenizer from a GGUF file's metadata: byte-level BPE ("gpt2") and sentencepiece BPE ("llama"). No jax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+_CONTROL, _USER_DEFINED, _UNKNOWN, _BYTE = 3, 4, 2, 6
+
+# How text is cut into words before merging, by tokenizer.ggml.pre. The patterns are those the models were trained with.
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "smaug-bpe": _LLAMA3, "qwen2": _QWEN2}
+_PLAIN = ("gpt-2", "default", "olmo", "phi-2")
+_SINGLE_DIGITS = ("smollm", "refact", "starcoder", "command-r")
+
+
+def metadata_from_gguf(path: Path) -> dict[str, Any]:
+    """Every metadata key as a Python value. Raises ValueError naming the file when it cannot be read."""
+    try:
+        fields = {key: field.contents() for key, field in GGUFReader(path).fields.items()}
+    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+        raise ValueError(f"{path}: not a whole GGUF file ({error})") from error
+    for key in ("tokenizer.ggml.model", "tokenizer.ggml.tokens"):
+        if key not in fields:
+            raise ValueError(f"{path}: metadata key {key!r} is missing")
+    return fields
+
+
+def backend_from_gguf(path: Path, fields: dict[str, Any]) -> Tokenizer:
+    kind = fields["tokenizer.ggml.model"]
+    if kind == "gpt2":
+        backend = _byte_level(path, fields)
+    elif kind == "llama":
+        backend = _sentencepiece(path, fields)
+    else:
+        raise ValueError(f"{path}: tokenizer model {kind!r}; known: gpt2, llama")
+    types = fields.get("tokenizer.ggml.token_type") or []
+    tokens = fields["tokenizer.ggml.tokens"]
+    control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t == _CONTROL]
+    backend.add_special_tokens(control)
+    # Sentencepiece matches these in normalised text, where a space is already the mark "▁".
+    user = [
+        AddedToken(tokens[i].replace("▁", " ") if kind == "llama" else tokens[i], normalized=kind == "llama")
+        for i, t in enumerate(types)
+        if t == _USER_DEFINED
+    ]
+    backend.add_tokens([token for token in user if backend.token_to_id(token.content) is not None or kind != "llama"])
+    return backend
+
+
+def _byte_level(path: Path, fields: dict[str, Any]) -> Tokenizer:
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges") or ()]
+    model = BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
+    backend = Tokenizer(model)
+    if pre in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated")
+        parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    elif pre in _SINGLE_DIGITS:
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif pre in _PLAIN:
+        parts = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        known = ", ".join((*_PATTERNS, *_SINGLE_DIGITS, *_PLAIN))
+        raise ValueError(f"{path}: tokenizer.ggml.pre {pre!r}; known: {known}")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(path: Path, fields: dict[str, Any]) -> Tokenizer:
+    """A sentencepiece BPE model lists pieces with scores: the pair whose joined piece scores best is merged first."""
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    scores = fields.get("tokenizer.ggml.scores")
+    if scores is None:
+        raise ValueError(f"{path}: metadata key 'tokenizer.ggml.scores' is missing")
+    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, score, kind in zip(tokens, scores, types):
+        if kind in (_CONTROL, _UNKNOWN, _BYTE):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    model = BPE(
+        vocabulary,
+        [(left, right) for *_, left, right in ranked],
+        byte_fallback=_BYTE in types,
+        fuse_unk=True,
+        unk_token=tokens[unknown] if unknown is not None else None,
+    )
+    backend = Tokenizer(model)
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    if fields.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend

@@ -1,0 +1,305 @@
+"""Text to token ids and back, for every checkpoint format. No jax.
+
+Control tokens are never made from user text: encode() treats their spelling as plain characters, and in a chat only
+the template's own text may hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.chat_template import END_MARK, ChatTemplate, guard_messages
+from jaxserve.gguf_tokenizer import backend_from_gguf, metadata_from_gguf
+
+# Spellings of end-of-turn tokens. Files often name only one of several as the end of sequence.
+_END_OF_TURN = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "<EOT>",
+    "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>",
+)  # fmt: skip
+
+
+class Tokenizer:
+    """Thread-safe once built. vocab_size counts ids, those without a spelling included."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        bos_token_id: int | None,
+        prefix_ids: Sequence[int],
+        templates: dict[str, str],
+        strip_leading_space: bool = False,
+        suffix_ids: Sequence[int] = (),
+    ) -> None:
+        self._backend = backend
+        # Control tokens are cut out of template text below; here their spelling is text like any other.
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = vocab_size
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special = {added[i].content: i for i in self.special_ids}
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = self._all_ends(eos_token_ids)
+        self.strip_leading_space = strip_leading_space
+        self._prefix, self._suffix = list(prefix_ids), list(suffix_ids)
+        spellings = sorted(self._special, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._template_texts = templates
+        self._templates: dict[str, ChatTemplate] = {}
+        self._bytes = _token_bytes(backend, vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`. add_special_tokens: with the begin token, if the model wants one.
+
+        allow_special: control tokens spelled out in the text become those tokens.
+        """
+        ids = self._encode_with_specials(text) if allow_special else self._encode_plain(text)
+        if not add_special_tokens:
+            return ids
+        if self._prefix and ids[: len(self._prefix)] == self._prefix:
+            return ids + self._suffix  # never a second begin token
+        return self._prefix + ids + self._suffix
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids: their bytes, joined and read as UTF-8. Ids without a spelling give nothing."""
+        skipped = self.special_ids if skip_special_tokens else ()
+        data = b"".join(self.token_bytes(i) for i in ids if i not in skipped)
+        text = data.decode("utf-8", errors="replace")
+        return text[1:] if self.strip_leading_space and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text. Raises ValueError for an id outside the vocabulary."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id: got {token_id}; allowed: 0 to {self.vocab_size - 1}")
+        return self._bytes[token_id]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template_texts)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ValueError, in the client's terms, if the template refuses it."""
+        text, guard = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        return self._encode_with_specials(text, guard)
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """The template's text and the guard: a character that splits control tokens spelled out in messages."""
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message: got true with add_generation_prompt true; allowed: one of them")
+        guarded, guard = guard_messages(messages, self._special_pattern, mark_end=continue_final_message)
+        text = self._template("tool_use" if tools else "default").render(
+            guarded,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self._spelling(self.bos_token_id),
+            eos_token=self._spelling(self.eos_token_ids[0] if self.eos_token_ids else None),
+            extra=template_kwargs,
+        )
+        if continue_final_message:
+            if END_MARK not in text:
+                raise ValueError("continue_final_message: the chat template does not print the last message's text")
+            text = text[: text.rindex(END_MARK)]
+        return text, guard
+
+    def _template(self, name: str) -> ChatTemplate:
+        if not self._template_texts:
+            raise ValueError(
+                "messages: this model has no chat template; allowed: /v1/completions, or a model whose files hold one"
+            )
+        if name not in self._template_texts:
+            name = "default" if "default" in self._template_texts else next(iter(self._template_texts))
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._template_texts[name])
+        return self._templates[name]
+
+    def _spelling(self, token_id: int | None) -> str:
+        return "" if token_id is None else self._backend.id_to_token(token_id) or ""
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+
+    def _encode_with_specials(self, text: str, guard: str = "") -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for match in self._special_pattern.finditer(text) if self._special_pattern else ():
+            ids += self._encode_plain(_unguarded(text[position : match.start()], guard))
+            ids.append(self._special[match.group()])
+            position = match.end()
+        return ids + self._encode_plain(_unguarded(text[position:], guard))
+
+    def _all_ends(self, named: Sequence[int]) -> list[int]:
+        ends = list(dict.fromkeys(named))
+        for spelling in _END_OF_TURN:
+            token_id = self._special.get(spelling)
+            if token_id is not None and token_id not in ends:
+                ends.append(token_id)
+        return ends
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """From a GGUF file or a Hugging Face folder. Raises ValueError naming the file and what is missing."""
+    path = Path(path)
+    return _from_gguf(path) if path.is_file() else _from_folder(path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    fields = metadata_from_gguf(path)
+    backend = backend_from_gguf(path, fields)
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    is_spm = fields["tokenizer.ggml.model"] == "llama"
+    adds_bos = fields.get("tokenizer.ggml.add_bos_token", is_spm)
+    templates = {"default": fields["tokenizer.chat_template"]} if fields.get("tokenizer.chat_template") else {}
+    for key, text in fields.items():
+        if key.startswith("tokenizer.chat_template."):
+            templates[key.removeprefix("tokenizer.chat_template.")] = text
+    return Tokenizer(
+        backend,
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
+        eos_token_ids=[int(fields[key]) for key in keys if key in fields],
+        bos_token_id=bos,
+        prefix_ids=[bos] if adds_bos and bos is not None else [],
+        templates=templates,
+        strip_leading_space=is_spm and fields.get("tokenizer.ggml.add_space_prefix", True),
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{folder}: no tokenizer.json; allowed: a folder with one, or a GGUF file")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises plain Exception
+        raise ValueError(f"{path}: not a valid tokenizer ({error})") from None
+    settings, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
+    config = _json(folder / "config.json")
+    whole = backend.encode("", add_special_tokens=True).ids
+    bos = _token_id(backend, settings.get("bos_token"))
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = [eos] if isinstance(eos, int) else list(eos or ())
+    named = _token_id(backend, settings.get("eos_token"))
+    prefix = whole[:1] if whole and whole[0] == bos else []
+    return Tokenizer(
+        backend,
+        vocab_size=max(config.get("vocab_size", 0), backend.get_vocab_size(with_added_tokens=True)),
+        eos_token_ids=ends + ([named] if named is not None else []),
+        bos_token_id=bos,
+        prefix_ids=prefix,
+        suffix_ids=whole[len(prefix) :],
+        templates=_templates(folder, settings),
+        strip_leading_space=_strips_leading_space(backend),
+    )
+
+
+def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """A file of its own, a string, or a list of named templates."""
+    templates: dict[str, str] = {}
+    told = settings.get("chat_template")
+    if isinstance(told, str):
+        templates["default"] = told
+    elif isinstance(told, list):
+        templates.update({entry["name"]: entry["template"] for entry in told})
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text()
+    if (folder / "chat_template.jinja").exists():
+        templates["default"] = (folder / "chat_template.jinja").read_text()
+    return templates
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got a {type(value).__name__}; allowed: an object")
+    return value
+
+
+def _token_id(backend: Backend, token: str | dict[str, Any] | None) -> int | None:
+    spelling = token.get("content") if isinstance(token, dict) else token
+    return None if spelling is None else backend.token_to_id(spelling)
+
+
+def _unguarded(text: str, guard: str) -> str:
+    return text.replace(guard, "") if guard else text
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A pipeline of the tokenizers package as a flat list of its parts."""
+    if not part:
+        return []
+    inner = part.get("decoders") or part.get("pretokenizers") or part.get("normalizers")
+    return [step for child in inner for step in _steps(child)] if inner is not None else [part]
+
+
+def _strips_leading_space(backend: Backend) -> bool:
+    decoders = _steps(json.loads(backend.to_str()).get("decoder"))
+    return any(d["type"] == "Strip" and d.get("start") for d in decoders) or any(
+        d["type"] == "Metaspace" and d.get("prepend_scheme", "always") != "never" for d in decoders
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    return alphabet
+
+
+def _token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
+    """What every id adds to the text, by the decoder's own kind (byte-level, or sentencepiece with byte fallback)."""
+    decoders = {step["type"] for step in _steps(json.loads(backend.to_str()).get("decoder"))}
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    table = [b""] * vocab_size
+    alphabet = _byte_alphabet() if "ByteLevel" in decoders else {}
+    byte_token = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+    for token, i in backend.get_vocab(with_added_tokens=True).items():
+        if i >= vocab_size:
+            continue
+        if i in added:
+            table[i] = added[i].replace("▁", " ").encode() if not alphabet else added[i].encode()
+        elif alphabet:
+            table[i] = b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
+        elif (match := byte_token.fullmatch(token)) is not None:
+            table[i] = bytes([int(match.group(1), 16)])
+        else:
+            table[i] = token.replace("▁", " ").encode()
+    return table

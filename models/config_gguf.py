@@ -1,0 +1,112 @@
+"""Reading the metadata of a GGUF file: `<architecture>.<key>`. No jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.models.config import RopeConfig
+from jaxserve.models.special_tokens import gguf_end_token_ids
+from jaxserve.models.weights.gguf import GGUFTensors
+from jaxserve.models.weights.gguf_file import GGUFFile
+
+_ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
+_ROPE_DIVISORS = "rope_freqs.weight"
+_MISSING = object()
+
+
+class GGUFConfig:
+    """Metadata of one file. Every reader raises ValueError naming the file and the key."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.architecture = file.architecture
+
+    def get(self, key: str, default: Any = _MISSING) -> Any:
+        value = self.file.metadata.get(f"{self.architecture}.{key}")
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ValueError(f"{self.file.path}: the metadata has no {self.architecture}.{key}")
+        return default
+
+    def integer(self, key: str, default: Any = _MISSING) -> int:
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and len(set(value.tolist())) == 1:
+            value = int(value[0])  # one value per layer, all the same
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(
+                f"{self.file.path}: {self.architecture}.{key}: got {value!r}; allowed: one integer for all layers"
+            )
+        return value
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{self.file.path}: {self.architecture}.{key}: got {value!r}; allowed: a number")
+        return float(value)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def common(self) -> dict[str, Any]:
+        """The ModelConfig fields that every decoder family reads the same way."""
+        if self.get("expert_count", 0):
+            raise ValueError(
+                f"{self.file.path}: {self.architecture} with {self.get('expert_count')} experts; "
+                "allowed: dense models of this architecture"
+            )
+        heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
+        head_dim = self.integer("attention.key_length", hidden // heads)
+        if self.integer("attention.value_length", head_dim) != head_dim:
+            raise ValueError(f"{self.file.path}: attention.value_length differs from key_length ({head_dim})")
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ValueError(f"{self.file.path}: tensor 'token_embd.weight' is missing")
+        bos = self.file.metadata.get("tokenizer.ggml.bos_token_id")
+        return {
+            "architecture": self.architecture,
+            # The table decides: metadata may name the vocabulary without its padding.
+            "vocab_size": embedding.shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": self.integer("feed_forward_length"),
+            "num_layers": self.integer("block_count"),
+            "num_heads": heads,
+            "num_kv_heads": self.integer("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self.integer("context_length"),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "attention_scale": self.number("attention.scale", head_dim**-0.5),
+            "tie_word_embeddings": not self.has_tensor("output.weight"),
+            "bos_token_id": None if bos is None else int(bos),
+            "eos_token_ids": gguf_end_token_ids(self.file.metadata),
+        }
+
+    def rope(self, head_dim: int, *, theta: float = 10000.0) -> RopeConfig:
+        """The rotation that the metadata describe."""
+        kind = self.get("rope.scaling.type", "none")
+        if kind not in _ROPE_TYPES:
+            raise ValueError(f"{self.file.path}: rope type: got {kind!r}; allowed: {', '.join(_ROPE_TYPES)}")
+        divisors: tuple[float, ...] = ()
+        if self.has_tensor(_ROPE_DIVISORS):
+            values = GGUFTensors(self.file).read(_ROPE_DIVISORS, np.dtype(np.float32))
+            divisors = tuple(float(value) for value in values.reshape(-1))
+        return RopeConfig(
+            theta=self.number("rope.freq_base", theta),
+            dim=self.integer("rope.dimension_count", head_dim),
+            type=_ROPE_TYPES[kind],
+            factor=self.number("rope.scaling.factor", 1.0),
+            original_max_position_embeddings=self.integer("rope.scaling.original_context_length", 0),
+            freq_divisors=divisors,
+        )
+
+    def layer_is_sliding(self, num_layers: int, default_pattern: int) -> tuple[bool, ...]:
+        """Per layer; every pattern-th layer is global (metadata: a number, or one flag per layer)."""
+        pattern = self.get("attention.sliding_window_pattern", default_pattern)
+        if isinstance(pattern, np.ndarray):
+            if len(pattern) != num_layers:
+                raise ValueError(f"{self.file.path}: attention.sliding_window_pattern: {len(pattern)} entries; "
+                                 f"allowed: {num_layers}")  # fmt: skip
+            return tuple(bool(flag) for flag in pattern)
+        return tuple((layer + 1) % int(pattern) != 0 for layer in range(num_layers))

@@ -1,0 +1,112 @@
+"""The decoder that every family declares: embedding, layers, final norm, head."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jaxserve.models.attention import Attention, Rotation
+from jaxserve.models.config import LayerConfig, ModelConfig
+from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
+from jaxserve.models.layers import Embedding, FeedForward, Linear, RMSNorm, soft_cap
+from jaxserve.models.parameters import Parameters
+from jaxserve.models.rope import rotation
+from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
+from jaxserve.pallas_kernels.ragged import RaggedBatch
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(x), then x + feed_forward(x), with norms where the configuration has them."""
+
+    def __init__(
+        self, params: Parameters, prefix: str, config: ModelConfig, layer: LayerConfig, options: RuntimeOptions
+    ) -> None:
+        def norm(slot: str, is_there: bool) -> RMSNorm | None:
+            if not is_there:
+                return None
+            return RMSNorm(params, f"{prefix}.{slot}", config.hidden_size, eps=config.rms_norm_eps)
+
+        self.attention_norm = norm("attention_norm", config.has_pre_norms)
+        self.attention = Attention(params, prefix, config, layer, options)
+        self.attention_post_norm = norm("attention_post_norm", config.has_post_norms)
+        self.mlp_norm = norm("mlp_norm", config.has_pre_norms)
+        self.mlp = FeedForward(
+            params,
+            prefix,
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            has_bias=config.has_mlp_bias,
+            options=options,
+        )
+        self.mlp_post_norm = norm("mlp_post_norm", config.has_post_norms)
+
+    def __call__(
+        self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, hidden] float32 -> (the same shape, updated pages of this layer)."""
+        out, pages = self.attention(_apply(self.attention_norm, x), pages, batch, rotation)
+        x = x + _apply(self.attention_post_norm, out)
+        out = self.mlp(_apply(self.mlp_norm, x))
+        return x + _apply(self.mlp_post_norm, out), pages
+
+
+class Decoder(nnx.Module):
+    """Implements contract.Model. Layers are unrolled: a scan would copy each layer's weights on CPU."""
+
+    def __init__(self, config: ModelConfig, options: RuntimeOptions, params: Parameters) -> None:
+        self.config = config
+        self.options = options
+        self.embedding = Embedding(
+            params,
+            "embedding",
+            config.vocab_size,
+            config.hidden_size,
+            options=options,
+            scale=config.embedding_scale,
+        )
+        self.layers = nnx.List(
+            [
+                DecoderLayer(params, f"layers.{index}", config, layer, options)
+                for index, layer in enumerate(config.layers)
+            ]
+        )
+        self.final_norm = RMSNorm(params, "final_norm", config.hidden_size, eps=config.rms_norm_eps)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(params, ("head",), (config.vocab_size,), config.hidden_size, options=options)
+        )
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One per layer."""
+        return tuple(layer.attention.spec for layer in self.layers)
+
+    def __call__(self, inputs: StepInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        """Hidden [T, hidden] float32 before the final norm, and the updated pages."""
+        with self._precision():
+            x = self.embedding(inputs.token_ids)
+            ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
+            rotations = {rope: rotation(rope, inputs.batch.positions) for rope in ropes}
+            updated = []
+            for layer, described, layer_pages in zip(self.layers, self.config.layers, pages.layers, strict=True):
+                turn = None if described.rope is None else rotations[described.rope]
+                x, layer_pages = layer(x, layer_pages, inputs.batch, turn)
+                updated.append(layer_pages)
+        return x, KVPages(tuple(updated))
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [S, hidden] -> logits [S, vocab] float32."""
+        with self._precision():
+            x = self.final_norm(hidden)
+            logits = self.embedding.logits(x) if self.head is None else self.head(x)
+            return soft_cap(logits, self.config.logit_softcap)
+
+    def _precision(self) -> jax.default_matmul_precision:
+        # Accelerators multiply float32 in fewer bits unless told otherwise.
+        return jax.default_matmul_precision("highest" if self.options.dtype == "float32" else "default")
+
+
+def _apply(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

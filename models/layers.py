@@ -1,0 +1,113 @@
+"""Blocks that every decoder is made of: products, norms, embedding, feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.contract import RuntimeOptions
+from jaxserve.models.parameters import Parameters
+from jaxserve.pallas_kernels.matmul.api import linear
+
+
+class Linear(nnx.Module):
+    """y = x W^T (+ b) with W [out, in]; several outputs that share an input are one product.
+
+    The weight stays in the compute dtype (or quantised); x and y are float32.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        slots: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        *,
+        options: RuntimeOptions,
+        has_bias: bool = False,
+    ) -> None:
+        self.weight = nnx.Param(params.matrix(slots, rows, columns))
+        self.bias = nnx.Param(params.bias(slots, rows)) if has_bias else None
+        self.backend = options.matmul
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, in] -> [T, out]."""
+        out = linear(x, self.weight.get_value(), backend=self.backend)
+        return out if self.bias is None else out + self.bias.get_value()
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467), in float32."""
+
+    def __init__(self, params: Parameters, slot: str, size: int, *, eps: float) -> None:
+        self.weight = nnx.Param(params.norm(slot, size))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(mean_square + self.eps) * self.weight.get_value()
+
+
+class Embedding(nnx.Module):
+    """Token table [vocab, hidden], which is also the head of a model that ties the two."""
+
+    def __init__(
+        self, params: Parameters, slot: str, rows: int, columns: int, *, options: RuntimeOptions, scale: float
+    ) -> None:
+        self.table = nnx.Param(params.table(slot, rows, columns))
+        self.backend = options.matmul
+        self.scale = scale
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """token_ids [T] -> [T, hidden] float32."""
+        x = self.table.get_value()[token_ids].astype(jnp.float32)
+        return x if self.scale == 1.0 else x * self.scale
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [S, hidden] -> [S, vocab] float32."""
+        return linear(hidden, self.table.get_value(), backend=self.backend)
+
+
+class FeedForward(nnx.Module):
+    """down(activation(gate x) * up x) (Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        prefix: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        has_bias: bool,
+        options: RuntimeOptions,
+    ) -> None:
+        self.gate_up = Linear(
+            params,
+            (f"{prefix}.gate", f"{prefix}.up"),
+            (intermediate_size, intermediate_size),
+            hidden_size,
+            options=options,
+            has_bias=has_bias,
+        )
+        self.down = Linear(
+            params, (f"{prefix}.down",), (hidden_size,), intermediate_size, options=options, has_bias=has_bias
+        )
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(activate(gate, self.activation) * up)
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    """The activation of config.ACTIVATIONS."""
+    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(x / cap); x when cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x

@@ -1,0 +1,258 @@
+"""From a model source to a ModelConfig and to a model with its weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.config_gguf import GGUFConfig
+from jaxserve.models.config_hf import HFConfig
+from jaxserve.models.contract import RuntimeOptions
+from jaxserve.models.decoder import Decoder
+from jaxserve.models.family import Family, WeightNames
+from jaxserve.models.registry import GGUF_ARCHITECTURES, HF_ARCHITECTURES, family_of
+from jaxserve.models.special_tokens import read_json
+from jaxserve.models.weights.gguf import GGUFTensors
+from jaxserve.models.weights.gguf_file import GGUFFile
+from jaxserve.models.weights.safetensors import SafetensorsTensors
+from jaxserve.models.weights.tensor_file import TensorFile
+
+Progress = Callable[[str, int, int], None]
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_MAX_LISTED = 8
+
+
+class Source(Protocol):
+    """Where a model lies (jaxserve.hub.ModelSource): kind "gguf" (a file) or "safetensors" (a folder)."""
+
+    kind: str
+    path: Path
+
+
+def load_config(source: Source) -> ModelConfig:
+    """The configuration of a model. ValueError naming the file and the key for what is missing, broken or unknown;
+    code that a checkpoint names (auto_map) is never run."""
+    return _read_config(source)[0]
+
+
+def load_model(
+    source: Source,
+    config: ModelConfig,
+    options: RuntimeOptions,
+    *,
+    progress: Progress | None = None,
+    check_weights: bool = False,
+) -> Decoder:
+    """Build the model with its weights on the default device, one tensor at a time.
+
+    Names and shapes of all tensors are checked before any value is read. progress is called as
+    progress("load weights", values read, values in all). check_weights: also refuse NaN and infinity.
+
+    Raises ValueError listing the tensors that are missing, left over or of the wrong shape, with their file.
+    """
+    if options.dtype not in _DTYPES:
+        raise ValueError(f"dtype: got {options.dtype!r}; allowed: {', '.join(_DTYPES)}")
+    _, names, file = _open(source)
+    check_tensors(config, options, names, file)
+    reader = _CheckpointParameters(config, options, names, file, check_weights=check_weights, progress=progress)
+    return Decoder(config, options, reader)
+
+
+def _open(source: Source) -> tuple[Family, WeightNames, TensorFile]:
+    if source.kind == "gguf":
+        file = GGUFFile(source.path)
+        family = family_of(file.architecture, known=GGUF_ARCHITECTURES, where=str(file.path))
+        return family, family.gguf_names, GGUFTensors(file)
+    if source.kind == "safetensors":
+        hf = _hf_config(source.path)
+        family = family_of(hf.architecture, known=HF_ARCHITECTURES, where=str(hf.path))
+        return family, family.hf_names, SafetensorsTensors(source.path)
+    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
+
+
+def _read_config(source: Source) -> tuple[ModelConfig, Family]:
+    if source.kind == "gguf":
+        gguf = GGUFConfig(GGUFFile(source.path))
+        family = family_of(gguf.architecture, known=GGUF_ARCHITECTURES, where=str(source.path))
+        return _named(source.path, lambda: family.read_gguf(gguf)), family
+    if source.kind == "safetensors":
+        hf = _hf_config(source.path)
+        family = family_of(hf.architecture, known=HF_ARCHITECTURES, where=str(hf.path))
+        return _named(hf.path, lambda: family.read_hf(hf)), family
+    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
+
+
+def _hf_config(folder: Path) -> HFConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: the file is missing")
+    content = read_json(path)
+    if content.get("quantization_config"):
+        method = content["quantization_config"].get("quant_method")
+        raise ValueError(f"{path}: quantization_config: got {method!r}; allowed: unquantised weights, or GGUF")
+    return HFConfig(content, path)
+
+
+def _named(path: Path, read: Callable[[], ModelConfig]) -> ModelConfig:
+    try:
+        return read()
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+
+
+def file_name(names: WeightNames, slot: str) -> str:
+    """What the file calls a slot, without ".weight" or ".bias"."""
+    if slot in names.top:
+        return names.top[slot]
+    _, index, part = slot.split(".", 2)
+    if part not in names.layer:
+        raise ValueError(f"slot {slot!r} has no name in this family; allowed: {', '.join(names.layer)}")
+    return names.layer[part].format(i=index)
+
+
+def check_tensors(config: ModelConfig, options: RuntimeOptions, names: WeightNames, file: TensorFile) -> None:
+    """Compare the tensors a model needs with those of a file; ValueError with all differences."""
+    plan = _PlannedParameters(names)
+    Decoder(config, options, plan)
+    shapes = file.shapes
+    missing = [name for name in plan.shapes if name not in shapes]
+    misshapen = [
+        f"{name} is {list(shapes[name])}, allowed {list(shape)}"
+        for name, shape in plan.shapes.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    surplus = [name for name in shapes if name not in plan.shapes and not _is_ignored(name, config, names, shapes)]
+    problems = [
+        f"{len(found)} tensors {what}: {_listed(found)}"
+        for what, found in (("missing", missing), ("left over", surplus), ("of the wrong shape", misshapen))
+        if found
+    ]
+    if problems:
+        first = missing[0] if missing else surplus[0] if surplus else misshapen[0].split()[0]
+        raise ValueError(f"{file.where(first)}: {'; '.join(problems)}")
+
+
+def _is_ignored(name: str, config: ModelConfig, names: WeightNames, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    if any(re.fullmatch(pattern, name) for pattern in names.ignored):
+        return True
+    # Some files store the tied head a second time; _CheckpointParameters compares the values.
+    embedding = names.top["embedding"] + ".weight"
+    return (
+        config.tie_word_embeddings and name == names.top["head"] + ".weight" and shapes[name] == shapes.get(embedding)
+    )
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f", and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return ", ".join(found[:_MAX_LISTED]) + more
+
+
+class _PlannedParameters:
+    """Answers with shapes only and notes which tensors of which shape the model asks for."""
+
+    def __init__(self, names: WeightNames) -> None:
+        self.names = names
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def _note(self, slot: str, suffix: str, shape: tuple[int, ...]) -> None:
+        self.shapes[f"{file_name(self.names, slot)}.{suffix}"] = shape
+
+    def matrix(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> jax.ShapeDtypeStruct:
+        for slot, count in zip(slots, rows, strict=True):
+            self._note(slot, "weight", (count, columns))
+        return jax.ShapeDtypeStruct((sum(rows), columns), jnp.float32)
+
+    def table(self, slot: str, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        return self.matrix((slot,), (rows,), columns)
+
+    def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.ShapeDtypeStruct:
+        for slot, count in zip(slots, rows, strict=True):
+            self._note(slot, "bias", (count,))
+        return jax.ShapeDtypeStruct((sum(rows),), jnp.float32)
+
+    def norm(self, slot: str, size: int) -> jax.ShapeDtypeStruct:
+        self._note(slot, "weight", (size,))
+        return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+
+class _CheckpointParameters:
+    """Reads each tensor when the model asks for it. Names and shapes have been checked."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: RuntimeOptions,
+        names: WeightNames,
+        file: TensorFile,
+        *,
+        check_weights: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.names, self.file = config, names, file
+        self.dtype = _DTYPES[options.dtype]
+        self.check_weights = check_weights
+        self.progress = progress
+        self.total = sum(math.prod(shape) for shape in file.shapes.values())
+        self.done = 0
+        self._check_tied_head()
+
+    def matrix(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> jax.Array:
+        if len(slots) == 1:
+            return jnp.asarray(self._read(slots[0], "weight", self.dtype))
+        joined = np.empty((sum(rows), columns), self.dtype)
+        start = 0
+        for slot, count in zip(slots, rows, strict=True):
+            joined[start : start + count] = self._read(slot, "weight", self.dtype)
+            start += count
+        return jnp.asarray(joined)
+
+    def table(self, slot: str, rows: int, columns: int) -> jax.Array:
+        return jnp.asarray(self._read(slot, "weight", self.dtype))
+
+    def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.Array:
+        return jnp.asarray(np.concatenate([self._read(slot, "bias", _DTYPES["float32"]) for slot in slots]))
+
+    def norm(self, slot: str, size: int) -> jax.Array:
+        weight = self._read(slot, "weight", _DTYPES["float32"])
+        if self.names.norms_have_offset:
+            weight = weight + np.float32(self.config.norm_offset)
+        return jnp.asarray(weight)
+
+    def _read(self, slot: str, suffix: str, dtype: np.dtype) -> np.ndarray:
+        name = f"{file_name(self.names, slot)}.{suffix}"
+        values = self.file.read(name, dtype)
+        if self.check_weights and not np.isfinite(values).all():
+            raise ValueError(f"{self.file.where(name)}: tensor {name!r} holds NaN or infinity")
+        if self.names.has_interleaved_qk and slot.rsplit(".", 1)[-1] in ("q", "k"):
+            values = _halves_from_pairs(values, self.config.head_dim)
+        self.done += values.size
+        if self.progress is not None:
+            self.progress("load weights", self.done, self.total)
+        return values
+
+    def _check_tied_head(self) -> None:
+        head, embedding = (f"{self.names.top[slot]}.weight" for slot in ("head", "embedding"))
+        if not self.config.tie_word_embeddings or head not in self.file.shapes:
+            return
+        if not np.array_equal(self.file.read(head, self.dtype), self.file.read(embedding, self.dtype)):
+            raise ValueError(
+                f"{self.file.where(head)}: tensor {head!r} differs from {embedding!r}, "
+                "but the configuration says that they are tied"
+            )
+        self.total -= math.prod(self.file.shapes[head])
+
+
+def _halves_from_pairs(values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of each head ordered for a rotation of neighbouring pairs -> for one of halves."""
+    pairs = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

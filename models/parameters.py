@@ -1,0 +1,36 @@
+"""How a model's blocks get their arrays while they are built.
+
+Blocks ask by slot, the model's own name for a weight ("layers.3.q"); families say what files call it. Whoever
+answers decides what an array is: values from a checkpoint, or only shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
+
+WeightValue = jax.Array | QuantizedWeight
+
+
+class Parameters(Protocol):
+    """The arrays of one model. Parts are joined along the rows, in the order given."""
+
+    def matrix(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> WeightValue:
+        """[sum(rows), columns] ([out, in]) in the compute dtype, or quantised as stored."""
+        ...
+
+    def table(self, slot: str, rows: int, columns: int) -> jax.Array:
+        """[rows, columns] in the compute dtype: a matrix whose rows are also looked up."""
+        ...
+
+    def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.Array:
+        """[sum(rows)] float32."""
+        ...
+
+    def norm(self, slot: str, size: int) -> jax.Array:
+        """[size] float32, what the normalised values are multiplied by (ModelConfig.norm_offset included)."""
+        ...

@@ -1,0 +1,30 @@
+"""Which module declares an architecture. Modules are loaded when they are asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from jaxserve.models.family import Family
+
+HF_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen",
+    "Qwen3ForCausalLM": "qwen",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+}
+GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+}
+
+
+def family_of(architecture: str, *, known: dict[str, str], where: str) -> Family:
+    """The declaration of an architecture. ValueError naming it, `where` it was read and the known ones."""
+    if architecture not in known:
+        raise ValueError(f"{where}: architecture: got {architecture!r}; allowed: {', '.join(known)}")
+    return importlib.import_module(f"jaxserve.models.{known[architecture]}").FAMILY

@@ -1,0 +1,89 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and the ways to stretch it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
+    """[dim / 2] float32, rounded as the reference implementations do (float32 throughout)."""
+    exponent = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    frequency = (np.float32(1.0) / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
+    if rope.freq_divisors:
+        frequency = frequency / np.asarray(rope.freq_divisors, np.float32)
+    if rope.type == "linear":
+        frequency = frequency / np.float32(rope.factor)
+    elif rope.type == "llama3":
+        frequency = _stretch_llama3(frequency, rope)
+    elif rope.type == "yarn":
+        frequency = _stretch_yarn(frequency, rope)
+    return frequency.astype(np.float32)
+
+
+def cos_sin_scale(rope: RopeConfig) -> float:
+    """Factor on cos and sin: 1 but for yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.type != "yarn":
+        return 1.0
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 mscale ln(factor) + 1; 1 when nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """positions [T] -> cos, sin [T, dim / 2] float32."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope))[None, :]
+    scale = cos_sin_scale(rope)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x [T, heads, head_dim]: its first 2 * cos.shape[1] dimensions rotated, first half against second half."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _stretch_llama3(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    trained = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / frequency
+    smooth = (trained / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * frequency / rope.factor + smooth * frequency
+    out = np.where(wavelength > trained / rope.low_freq_factor, frequency / rope.factor, frequency)
+    is_between = (wavelength >= trained / rope.high_freq_factor) & (wavelength <= trained / rope.low_freq_factor)
+    return np.where(is_between, between, out)
+
+
+def _stretch_yarn(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Dimensions that turn more than beta_fast times in the trained context are kept, those that turn less than
+    beta_slow times are stretched, a ramp lies between (arXiv:2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        trained = rope.original_max_position_embeddings
+        return rope.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    return frequency / rope.factor * ramp + frequency * (1 - ramp)
