@@ -62,11 +62,14 @@ class StepRunner:
         state: DeviceState,
         shapes: StepShapes,
         eos_token_ids: frozenset[int],
+        *,
+        hidden_size: int,
     ) -> None:
         self.programs = programs
         self.leaves = leaves
         self.state = state
         self.shapes = shapes
+        self.hidden_size = hidden_size
         self.batches = BatchBuilder(shapes)
         self.samples = SampleBuilder(shapes, eos_token_ids)
         self._free_buffers: list[StepBuffer] = []

@@ -5,28 +5,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
 from jaxserve.pallas_kernels.paged_attention.api import page_array_shape, page_bytes, writes_in_place
 from jaxserve.runner import memory
-from jaxserve.runner.batch_builder import StepBuffer
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
 from jaxserve.runner.step import StepPrograms, split_model
-from jaxserve.runner.warmup import CompileGuard, Progress, compile_programs, enable_compile_cache
-from jaxserve.scheduler.decision import CacheGeometry, PageCopy, RowReset, RowWork, StepDecision, StepResult
+from jaxserve.runner.warmup import CompileGuard, FirstCall, Progress, compile_programs, enable_compile_cache
+from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
 
 if TYPE_CHECKING:
     from jaxserve.hub import ModelSource
     from jaxserve.models.config import ModelConfig
+    from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class ModelRunner:
     geometry: CacheGeometry
     model_config: ModelConfig
     source: ModelSource | None
+    tokenizer: Tokenizer | None
     dtype: str
     options: RuntimeOptions
 
@@ -57,17 +58,15 @@ class ModelRunner:
         # Only here: reading files needs packages that a caller with a built model does without.
         from jaxserve.hub import resolve_model
         from jaxserve.models.loading import load_config, load_model
+        from jaxserve.tokenizer import load_tokenizer
 
         source = resolve_model(config.model)
         model_config = load_config(source)
         options = resolve_options(config, jax.devices()[0].platform)
-        if progress is not None:
-            progress("load weights", 0, 1)
-        model = load_model(source, model_config, options)
-        if progress is not None:
-            progress("load weights", 1, 1)
-        self._start(config, model, options, progress)
+        model = load_model(source, model_config, options, progress=progress)
         self.source = source
+        self.tokenizer = load_tokenizer(source.path)
+        self._start(config, model, options, progress, self.tokenizer.eos_token_ids)
 
     @classmethod
     def from_model(
@@ -80,18 +79,26 @@ class ModelRunner:
     ) -> ModelRunner:
         """A runner for a model that is built already. options: those it was built with."""
         runner = cls.__new__(cls)
-        runner._start(config, model, options, progress)
         runner.source = None
+        runner.tokenizer = None
+        runner._start(config, model, options, progress, model.config.eos_token_ids)
         return runner
 
-    def _start(self, config: EngineConfig, model: Model, options: RuntimeOptions, progress: Progress | None) -> None:
+    def _start(
+        self,
+        config: EngineConfig,
+        model: Model,
+        options: RuntimeOptions,
+        progress: Progress | None,
+        eos_token_ids: Iterable[int],
+    ) -> None:
         self.model_config = model.config
         self.options = options
         self.dtype = options.dtype
         self._guard = CompileGuard()
         enable_compile_cache(config.compile_cache_dir)
         device = jax.devices()[0]
-        max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_model_len)
+        max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_position_embeddings)
         shapes = _resolve_shapes(config, model, options, max_model_len, device)
         max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
         split = split_model(model)
@@ -102,22 +109,22 @@ class ModelRunner:
             hidden_size=model.config.hidden_size,
             branch=device.platform == "cpu",
         )
+        state = DeviceState(programs.pages, shapes)
+        eos = frozenset(int(token) for token in eos_token_ids)
+        compiled: dict[Any, Any] = {} if config.warmup or options.deterministic else _CompileOnUse(programs)
+
+        def make_steps() -> StepRunner:
+            return StepRunner(compiled, split.leaves, state, shapes, eos, hidden_size=model.config.hidden_size)
+
         if config.warmup or options.deterministic:
             wanted = {key: programs.program(key) for key in programs.all_keys()}
-            compiled: Any = compile_programs(wanted, progress)
-        else:
-            compiled = _CompileOnUse(programs)
-        state = DeviceState(programs.pages, shapes)
-        eos = frozenset(int(token) for token in model.config.eos_token_ids)
-        self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
+            compile_programs(wanted, compiled, first_call=FirstCall(make_steps()), progress=progress)
         if options.deterministic:
-            shapes = keep_equal_buckets(self._steps)
-            compiled = {key: value for key, value in compiled.items() if key in set(_keys(programs, shapes))}
-            self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
-        if config.warmup:
-            run_each_program(self._steps)
-            # Options and rows that the calls above left behind are forgotten.
-            self._steps = StepRunner(compiled, split.leaves, state, shapes, eos)
+            shapes = keep_equal_buckets(make_steps())
+            kept = set(dataclasses.replace(programs, shapes=shapes).all_keys())
+            compiled = {key: program for key, program in compiled.items() if key in kept}
+        # New: requests and rows of the calls above are forgotten.
+        self._steps = make_steps()
         self.shapes = shapes
         self.geometry = CacheGeometry(
             num_pages=shapes.num_pages,
@@ -220,10 +227,6 @@ def _resolve_shapes(
     )
 
 
-def _keys(programs: StepPrograms, shapes: StepShapes) -> Iterable[tuple[Any, ...]]:
-    return dataclasses.replace(programs, shapes=shapes).all_keys()
-
-
 class _CompileOnUse(dict[tuple[Any, ...], Any]):
     """Without warm-up: each program is compiled by the first step that needs it."""
 
@@ -234,29 +237,3 @@ class _CompileOnUse(dict[tuple[Any, ...], Any]):
     def __missing__(self, key: tuple[Any, ...]) -> Any:
         self[key] = self._programs.program(key).lower().compile()
         return self[key]
-
-
-def run_each_program(runner: StepRunner) -> None:
-    """Call every program once with a batch from the builder that serves requests, so that the first request finds
-    buffers, thread pools and kernel objects in place. Uses pages and rows: before any request."""
-    shapes = runner.shapes
-    buffer = StepBuffer(runner.batches.layout)
-    room = min(shapes.pages_per_row, shapes.num_pages - 1)
-    pages = np.arange(1, 1 + room, dtype=np.int32)
-    hidden = None
-    for bucket in shapes.token_buckets:
-        tokens = np.zeros(min(bucket, room * shapes.page_size), np.int32)
-        decision = StepDecision(0, (RowWork(0, 0, 0, tokens, pages),), 0, ())
-        packed, _ = runner.batches.build(decision, buffer, at_least=bucket)
-        hidden = jax.block_until_ready(runner.forward(bucket, packed))
-    for bucket in shapes.sample_buckets:
-        logits = runner.head(bucket, hidden)
-        staged = runner.samples.neutral(bucket)
-        runner.sample(dataclasses.replace(staged, is_random=False), logits)
-        tokens = runner.sample(staged, logits)
-        jax.device_get(runner.programs["logprobs", bucket](logits, tokens))
-    runner.copy_pages((PageCopy(1, 1),))
-    empty = np.zeros(0, np.int32)
-    runner.reset_rows([RowReset(0, empty, empty)])
-    runner.write_biases([(0, np.zeros(shapes.vocab_size, np.float32))])
-    jax.block_until_ready((runner.state.pages, runner.state.counts, runner.state.bias))

@@ -8,17 +8,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxserve.runner.batch_builder import StepBuffer
+from jaxserve.runner.device import StepRunner
 from jaxserve.runner.step import Program
+from jaxserve.scheduler.decision import PageCopy, RowReset, RowWork, StepDecision
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+Key = tuple[Any, ...]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -48,28 +53,92 @@ def enable_compile_cache(directory: str | None) -> Path | None:
 
 
 def compile_programs(
-    programs: dict[tuple[Any, ...], Program], progress: Progress | None = None
-) -> dict[tuple[Any, ...], Callable[..., Any]]:
-    """Lower and compile every program. Lowering holds the GIL and runs here, compiling in threads beside it."""
-    compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-    done, lock = 0, threading.Lock()
+    programs: dict[Key, Program],
+    compiled: dict[Key, Callable[..., Any]],
+    *,
+    first_call: Callable[[Key], None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Lower and compile every program into `compiled`.
+
+    Lowering holds the GIL and runs here, compiling runs in threads beside it, and a thread of its own makes the first
+    call of each program as soon as it is there: first_call(key).
+    """
+    done = 0
     started = time.perf_counter()
 
-    def finish(lowered: jax.stages.Lowered) -> Callable[..., Any]:
-        nonlocal done
-        result = lowered.compile()
-        with lock:
-            done += 1
-            if progress is not None:
-                progress("compile", done, len(programs))
-        return result
+    def compile_one(key: Key, lowered: jax.stages.Lowered) -> Future[None]:
+        compiled[key] = lowered.compile()
+        return callers.submit(finish, key)
 
-    with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
-        futures = {key: pool.submit(finish, program.lower()) for key, program in programs.items()}
-        for key, future in futures.items():
-            compiled[key] = future.result()
+    def finish(key: Key) -> None:
+        nonlocal done
+        if first_call is not None:
+            first_call(key)
+        done += 1  # only this one thread counts
+        if progress is not None:
+            progress("compile", done, len(programs))
+
+    with ThreadPoolExecutor(1) as callers, ThreadPoolExecutor(os.cpu_count() or 1) as compilers:
+        compiling = [compilers.submit(compile_one, key, program.lower()) for key, program in programs.items()]
+        for future in compiling:
+            future.result().result()
     logger.info("compiled %d programs in %.1f s", len(programs), time.perf_counter() - started)
-    return compiled
+
+
+class FirstCall:
+    """Calls programs once, with batches from the builders that serve requests, so that the first request finds
+    buffers, thread pools, product kernels and compiled kernel objects in place. (XLA:CPU prepares its matrix products
+    at a program's first call: half a second for a forward of 30 layers.)
+
+    Uses pages and rows, so all calls come before any request; one thread makes them.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner = runner
+        self._buffer = StepBuffer(runner.batches.layout)
+
+    def __call__(self, key: Key) -> None:
+        """Call the program of `key` and wait for it."""
+        runner, name = self.runner, key[0]
+        if name == "forward":
+            jax.block_until_ready(self._forward(key[1]))
+        elif name == "copy":
+            runner.copy_pages((PageCopy(1, 1),))
+        elif name == "set_counts":
+            empty = np.zeros(0, np.int32)
+            runner.reset_rows([RowReset(0, empty, empty)])
+        elif name == "set_bias":
+            runner.write_biases([(0, np.zeros(runner.shapes.vocab_size, np.float32))])
+        else:
+            jax.block_until_ready(self._sampling(name, key[1]))
+
+    def _forward(self, bucket: int) -> jax.Array:
+        shapes = self.runner.shapes
+        room = min(shapes.pages_per_row, shapes.num_pages - 1)
+        tokens = np.zeros(min(bucket, room * shapes.page_size), np.int32)
+        row = RowWork(0, 0, 0, tokens, np.arange(1, 1 + room, dtype=np.int32))
+        decision = StepDecision(0, (row,), 0, ())
+        packed, _ = self.runner.batches.build(decision, self._buffer, at_least=bucket)
+        return self.runner.forward(bucket, packed)
+
+    def _sampling(self, name: str, bucket: int) -> Any:
+        runner, state = self.runner, self.runner.state
+        staged = runner.samples.neutral(bucket)
+        logits = np.zeros((bucket, runner.shapes.vocab_size), np.float32)
+        tokens = np.zeros(bucket, np.int32)
+        program = runner.programs[name, bucket]
+        if name == "head":
+            return program(runner.leaves, np.zeros((runner.shapes.max_num_samples, runner.hidden_size), np.float32))
+        if name == "adjust":
+            return program(logits, staged.packed, state.counts, state.bias, staged.mask)
+        if name == "logprobs":
+            return program(logits, tokens)
+        if name == "count":
+            state.counts = program(state.counts, staged.packed, tokens)
+            return state.counts
+        drawn, state.last_token = program(logits, staged.packed, state.last_token)
+        return drawn
 
 
 class CompileGuard:

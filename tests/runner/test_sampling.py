@@ -199,9 +199,7 @@ VOCAB = 70
     repetition=st.floats(0.5, 2.0),
     allowed=st.sets(st.integers(0, VOCAB - 1), min_size=1),
 )
-def test_changed_logits_equal_a_loop_over_tokens(
-    outputs, prompt, presence, frequency, repetition, allowed
-) -> None:
+def test_changed_logits_equal_a_loop_over_tokens(outputs, prompt, presence, frequency, repetition, allowed) -> None:
     logits = np.random.default_rng(len(outputs)).standard_normal((ROWS, VOCAB)).astype(np.float32) * 3
     counts = np.zeros((ROWS, VOCAB), np.int16)
     counts[2, sorted(set(prompt))] = -32768
@@ -213,9 +211,7 @@ def test_changed_logits_equal_a_loop_over_tokens(
     bits = sum(1 << token for token in allowed)
     words[2] = np.array([(bits >> (32 * i)) & 0xFFFFFFFF for i in range(3)], np.uint32).view(np.int32)
     rows = np.array([NO_ROW, NO_ROW, 2, NO_ROW, NO_ROW, NO_ROW])
-    inputs = make_inputs(
-        count_row=rows, bias_row=rows, presence=presence, frequency=frequency, repetition=repetition
-    )
+    inputs = make_inputs(count_row=rows, bias_row=rows, presence=presence, frequency=frequency, repetition=repetition)
     out = np.asarray(jax.jit(sampling.adjust_logits)(logits, inputs, counts, bias, words))
     expected = []
     for token in range(VOCAB):

@@ -23,7 +23,7 @@ EOS = 5
 class TinyConfig:
     vocab_size: int = VOCAB
     hidden_size: int = HIDDEN
-    max_model_len: int = 64
+    max_position_embeddings: int = 64
     eos_token_ids: tuple[int, ...] = (EOS,)
 
 
