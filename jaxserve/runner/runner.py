@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
