@@ -33,7 +33,6 @@ from jaxserve.engine_link import check_address, open_socket, parse_config
 from jaxserve.engine_loop import EngineLoop
 from jaxserve.messages import EngineFailed, ModelInfo, encode
 from jaxserve.runner.runner import ModelRunner
-from jaxserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load, compile and warm up. For a bad checkpoint: what the loader raises, naming the tensor."""
     runner = ModelRunner(config, progress)
-    tokenizer = load_tokenizer(runner.source.path)
+    tokenizer = runner.tokenizer
     geometry = runner.geometry
     model = ModelInfo(
         name=runner.source.name,

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from jaxserve.models.weights.gguf_file import GGUFFile
+
 _CONTROL, _USER_DEFINED, _UNKNOWN, _BYTE = 3, 4, 2, 6
 
-# How text is cut into words before merging, by tokenizer.ggml.pre. The patterns are those the models were trained with.
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How text is cut into words before merging, by tokenizer.ggml.pre: as the models were trained.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _PATTERNS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "smaug-bpe": _LLAMA3, "qwen2": _QWEN2}
 _PLAIN = ("gpt-2", "default", "olmo", "phi-2")
@@ -21,10 +25,7 @@ _SINGLE_DIGITS = ("smollm", "refact", "starcoder", "command-r")
 
 def metadata_from_gguf(path: Path) -> dict[str, Any]:
     """Every metadata key as a Python value. Raises ValueError naming the file when it cannot be read."""
-    try:
-        fields = {key: field.contents() for key, field in GGUFReader(path).fields.items()}
-    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise ValueError(f"{path}: not a whole GGUF file ({error})") from error
+    fields = GGUFFile(path).metadata
     for key in ("tokenizer.ggml.model", "tokenizer.ggml.tokens"):
         if key not in fields:
             raise ValueError(f"{path}: metadata key {key!r} is missing")
@@ -39,7 +40,7 @@ def backend_from_gguf(path: Path, fields: dict[str, Any]) -> Tokenizer:
         backend = _sentencepiece(path, fields)
     else:
         raise ValueError(f"{path}: tokenizer model {kind!r}; known: gpt2, llama")
-    types = fields.get("tokenizer.ggml.token_type") or []
+    types = _types(fields)
     tokens = fields["tokenizer.ggml.tokens"]
     control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t == _CONTROL]
     backend.add_special_tokens(control)
@@ -51,6 +52,11 @@ def backend_from_gguf(path: Path, fields: dict[str, Any]) -> Tokenizer:
     ]
     backend.add_tokens([token for token in user if backend.token_to_id(token.content) is not None or kind != "llama"])
     return backend
+
+
+def _types(fields: dict[str, Any]) -> list[int]:
+    types = fields.get("tokenizer.ggml.token_type")
+    return [1] * len(fields["tokenizer.ggml.tokens"]) if types is None else list(map(int, types))
 
 
 def _byte_level(path: Path, fields: dict[str, Any]) -> Tokenizer:
@@ -79,10 +85,10 @@ def _byte_level(path: Path, fields: dict[str, Any]) -> Tokenizer:
 def _sentencepiece(path: Path, fields: dict[str, Any]) -> Tokenizer:
     """A sentencepiece BPE model lists pieces with scores: the pair whose joined piece scores best is merged first."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    scores = fields.get("tokenizer.ggml.scores")
-    if scores is None:
+    if "tokenizer.ggml.scores" not in fields:
         raise ValueError(f"{path}: metadata key 'tokenizer.ggml.scores' is missing")
-    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
+    types = _types(fields)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types):

@@ -166,9 +166,7 @@ class LLM:
 
     # Streams
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, interval: int = 1
-    ) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, interval: int = 1) -> Iterator[Piece]:
         """Pieces of the continuation as they come, every `interval` tokens. Leaving the loop aborts the request.
 
         With n > 1 the pieces of all continuations come mixed; their `index` tells them apart.

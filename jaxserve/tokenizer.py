@@ -16,12 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxserve.chat_template import END_MARK, ChatTemplate, guard_messages
 from jaxserve.gguf_tokenizer import backend_from_gguf, metadata_from_gguf
-
-# Spellings of end-of-turn tokens. Files often name only one of several as the end of sequence.
-_END_OF_TURN = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "<EOT>",
-    "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>",
-)  # fmt: skip
+from jaxserve.models.special_tokens import gguf_end_token_ids, hf_end_token_ids, read_json, token_text
 
 
 class Tokenizer:
@@ -49,7 +44,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._special = {added[i].content: i for i in self.special_ids}
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = self._all_ends(eos_token_ids)
+        self.eos_token_ids = list(eos_token_ids)
         self.strip_leading_space = strip_leading_space
         self._prefix, self._suffix = list(prefix_ids), list(suffix_ids)
         spellings = sorted(self._special, key=len, reverse=True)
@@ -159,14 +154,6 @@ class Tokenizer:
             position = match.end()
         return ids + self._encode_plain(_unguarded(text[position:], guard))
 
-    def _all_ends(self, named: Sequence[int]) -> list[int]:
-        ends = list(dict.fromkeys(named))
-        for spelling in _END_OF_TURN:
-            token_id = self._special.get(spelling)
-            if token_id is not None and token_id not in ends:
-                ends.append(token_id)
-        return ends
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """From a GGUF file or a Hugging Face folder. Raises ValueError naming the file and what is missing."""
@@ -177,7 +164,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _from_gguf(path: Path) -> Tokenizer:
     fields = metadata_from_gguf(path)
     backend = backend_from_gguf(path, fields)
-    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     bos = fields.get("tokenizer.ggml.bos_token_id")
     is_spm = fields["tokenizer.ggml.model"] == "llama"
     adds_bos = fields.get("tokenizer.ggml.add_bos_token", is_spm)
@@ -188,7 +174,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
-        eos_token_ids=[int(fields[key]) for key in keys if key in fields],
+        eos_token_ids=gguf_end_token_ids(fields),
         bos_token_id=bos,
         prefix_ids=[bos] if adds_bos and bos is not None else [],
         templates=templates,
@@ -204,18 +190,14 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the tokenizers package raises plain Exception
         raise ValueError(f"{path}: not a valid tokenizer ({error})") from None
-    settings, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
-    config = _json(folder / "config.json")
+    settings, config = read_json(folder / "tokenizer_config.json"), read_json(folder / "config.json")
     whole = backend.encode("", add_special_tokens=True).ids
     bos = _token_id(backend, settings.get("bos_token"))
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    ends = [eos] if isinstance(eos, int) else list(eos or ())
-    named = _token_id(backend, settings.get("eos_token"))
     prefix = whole[:1] if whole and whole[0] == bos else []
     return Tokenizer(
         backend,
         vocab_size=max(config.get("vocab_size", 0), backend.get_vocab_size(with_added_tokens=True)),
-        eos_token_ids=ends + ([named] if named is not None else []),
+        eos_token_ids=hf_end_token_ids(folder),
         bos_token_id=bos,
         prefix_ids=prefix,
         suffix_ids=whole[len(prefix) :],
@@ -239,20 +221,8 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: got a {type(value).__name__}; allowed: an object")
-    return value
-
-
 def _token_id(backend: Backend, token: str | dict[str, Any] | None) -> int | None:
-    spelling = token.get("content") if isinstance(token, dict) else token
+    spelling = token_text(token)
     return None if spelling is None else backend.token_to_id(spelling)
 
 

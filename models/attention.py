@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.layers import Linear, RMSNorm

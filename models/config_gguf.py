@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
 from jaxserve.models.config import RopeConfig
 from jaxserve.models.special_tokens import gguf_end_token_ids
 from jaxserve.models.weights.gguf import GGUFTensors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-
 from jaxserve.models.attention import Attention, Rotation
 from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
 from jaxserve.pallas_kernels.matmul.api import linear

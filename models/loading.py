@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.config_gguf import GGUFConfig
 from jaxserve.models.config_hf import HFConfig

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax
-
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 
 WeightValue = jax.Array | QuantizedWeight

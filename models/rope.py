@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jaxserve.models.config import RopeConfig
 
 

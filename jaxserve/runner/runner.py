@@ -106,6 +106,7 @@ class ModelRunner:
             shapes=shapes,
             pages=page_arrays(model, options, shapes.num_pages),
             hidden_size=model.config.hidden_size,
+            attention=options.attention,
             branch=device.platform == "cpu",
         )
         state = DeviceState(programs.pages, shapes)

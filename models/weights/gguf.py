@@ -1,61 +1,69 @@
-"""Tensors of a GGUF file, dequantised one at a time with the gguf package's own routines."""
+"""Tensors of a GGUF file, dequantised block by block with the `gguf` package. No jax."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
+import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
-from gguf.quants import dequantize
+from gguf import GGMLQuantizationType
+from jaxserve.models.weights.gguf_file import GGUFFile
 
-_PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
-SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-
-
-class GGUFWeights:
-    """Implements weights.rules.WeightSource. Raises ValueError naming the file when it is not a whole GGUF file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._reader = open_gguf(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        size = path.stat().st_size
-        for tensor in self._tensors.values():
-            if tensor.data_offset + tensor.n_bytes > size:
-                raise ValueError(
-                    f"{path}: tensor {tensor.name!r} ends at byte {tensor.data_offset + tensor.n_bytes}, "
-                    f"the file at {size}: it is truncated"
-                )
-            if tensor.tensor_type.name not in SUPPORTED:
-                raise ValueError(
-                    f"{path}: tensor {tensor.name!r} has type {tensor.tensor_type.name}; known: {', '.join(SUPPORTED)}"
-                )
-
-    def fields(self) -> dict[str, Any]:
-        """The metadata as Python values."""
-        return {key: field.contents() for key, field in self._reader.fields.items()}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        # GGUF lists the fastest axis first.
-        return {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
-        shape = tuple(int(n) for n in tensor.shape[::-1])
-        if tensor.tensor_type in _PLAIN:
-            return np.asarray(tensor.data).reshape(shape)
-        return dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-
-    def describe(self, name: str) -> str:
-        return f"{self.path}: tensor {name!r}"
+_PLAIN = {GGMLQuantizationType.F32: np.dtype("<f4"), GGMLQuantizationType.F16: np.dtype("<f2")}
+READABLE = (
+    *_PLAIN,
+    GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)  # fmt: skip
+_KEPT = {GGMLQuantizationType.Q8_0: "q8_0", GGMLQuantizationType.Q4_1: "q4_1"}
+_CHUNK_VALUES = 1 << 20  # values expanded to float32 at a time by one thread
 
 
-def open_gguf(path: Path) -> GGUFReader:
-    """Raises ValueError naming the file when it is no GGUF file, or not a whole one."""
-    try:
-        return GGUFReader(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{path}: not a whole GGUF file ({error})") from error
+class GGUFTensors:
+    """TensorFile of a GGUF file. Raises ValueError for a tensor whose type it cannot expand."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.path = file.path
+        bad = {name: tensor.type.name for name, tensor in file.tensors.items() if tensor.type not in READABLE}
+        if bad:
+            name, kind = next(iter(bad.items()))
+            raise ValueError(
+                f"{file.path}: tensor {name!r} (and {len(bad) - 1} more) is stored as {kind}; "
+                f"allowed: {', '.join(kind.name for kind in READABLE)}"
+            )
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.file.tensors.items()}
+
+    def where(self, name: str) -> str:
+        return str(self.path)
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        tensor = self.file.tensors[name]
+        stored = self.file.stored(name)
+        if tensor.type in _PLAIN:
+            values = stored.reshape(-1).view(_PLAIN[tensor.type]).reshape(tensor.shape)
+            return np.array(values.astype(np.float32, copy=False), dtype)
+        rows = stored.reshape(-1, stored.shape[-1])
+        out = np.empty((rows.shape[0], tensor.shape[-1]), dtype)
+        step = max(1, _CHUNK_VALUES // tensor.shape[-1])
+
+        def expand(start: int) -> None:
+            out[start : start + step] = gguf.dequantize(rows[start : start + step], tensor.type)
+
+        starts = range(0, rows.shape[0], step)
+        if len(starts) == 1:
+            expand(0)
+        else:
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                list(pool.map(expand, starts))
+        return out.reshape(tensor.shape)
+
+    def stored(self, name: str) -> tuple[str, np.ndarray] | None:
+        kind = _KEPT.get(self.file.tensors[name].type)
+        return None if kind is None or len(self.file.tensors[name].shape) != 2 else (kind, self.file.stored(name))

@@ -1,78 +1,144 @@
-"""Tensors of a Hugging Face folder: one safetensors file, or shards with an index. Pickled weights are never read."""
+"""Tensors of a folder of safetensors files: one file, or shards with an index. No jax, no pickle.
+
+Format: https://github.com/huggingface/safetensors#format. Files are mapped, so that reading a tensor needs memory for
+that tensor alone, and a file that is too short is refused before anything is loaded.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from jaxserve.models.special_tokens import read_json
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("<f8"),
+}  # fmt: skip
+_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8,
+          "U64": 8, "C64": 8} | {name: dtype.itemsize for name, dtype in _DTYPES.items()}  # fmt: skip
+_MAX_HEADER_BYTES = 100 << 20
 
 
-class SafetensorsWeights:
-    """Implements weights.rules.WeightSource. Raises ValueError naming the file for a missing or damaged shard."""
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+
+
+class SafetensorsTensors:
+    """TensorFile of a folder. Raises ValueError naming the file, and the tensor where there is one, for a missing
+    shard, a broken index or header, or a file that ends early; and for a folder that has pickled weights only."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file_of = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        index = self._index()
-        for path in self._files(index):
-            with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    self._file_of[name] = path
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
-        for name, shard in (index or {}).items():
-            if name not in self._file_of:
-                raise ValueError(f"{folder / INDEX}: lists tensor {name!r} in {shard}, which does not hold it")
+        self.path = folder
+        self._entries = _read_entries(folder)
+        self._maps: dict[Path, np.memmap] = {}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        path = self._file_of[name]
+    def where(self, name: str) -> str:
+        entry = self._entries.get(name)
+        return str(self.path if entry is None else entry.file)
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; allowed: {', '.join(_DTYPES)}")
+        if entry.file not in self._maps:
+            # One open map at a time: pages of a shard that has been read leave memory with its map.
+            self._maps.clear()
+            self._maps[entry.file] = np.memmap(entry.file, np.uint8, "r")
+        stored = _DTYPES[entry.dtype]
+        end = entry.start + math.prod(entry.shape) * stored.itemsize
+        values = np.frombuffer(self._maps[entry.file][entry.start : end], stored).reshape(entry.shape)
+        return np.array(values, dtype)
+
+    def stored(self, name: str) -> None:
+        return None
+
+
+def _read_entries(folder: Path) -> dict[str, _Entry]:
+    if (folder / INDEX).exists():
+        return _read_sharded(folder)
+    if (folder / SINGLE).exists():
+        return _read_header(folder / SINGLE)
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return _read_header(others[0])
+    if others:
+        raise ValueError(f"{folder}: {len(others)} safetensors files but no {INDEX} that says what they hold")
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise ValueError(
+            f"{folder}: only pickled weights ({pickled[0]}), which run code when they are read; "
+            f"allowed: safetensors (convert them with the tools they came with)"
+        )
+    raise ValueError(f"{folder}: no weights; allowed: {SINGLE}, or shards with {INDEX}")
+
+
+def _read_sharded(folder: Path) -> dict[str, _Entry]:
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: no weight_map; allowed: an object from tensor names to file names")
+    entries: dict[str, _Entry] = {}
+    headers: dict[str, dict[str, _Entry]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(f"{index}: tensor {name!r} lies in {shard!r}; allowed: a .safetensors file name")
+        if shard not in headers:
+            if not (folder / shard).is_file():
+                raise ValueError(f"{folder / shard}: the shard is missing; {INDEX} says it holds {name!r}")
+            headers[shard] = _read_header(folder / shard)
+        if name not in headers[shard]:
+            raise ValueError(f"{folder / shard}: tensor {name!r} is missing; {INDEX} says it is there")
+        entries[name] = headers[shard][name]
+    for shard, header in headers.items():
+        unlisted = sorted(set(header) - set(weight_map))
+        if unlisted:
+            raise ValueError(f"{folder / shard}: tensor {unlisted[0]!r} is not listed in {INDEX}")
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path}: the file has {size} bytes and its header says {length}: it is truncated "
+                             "or no safetensors file")  # fmt: skip
         try:
-            with _open(path) as file:
-                return file.get_tensor(name)
-        except (SafetensorError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: tensor {name!r} cannot be read ({error})") from error
-
-    def describe(self, name: str) -> str:
-        return f"{self._file_of.get(name, self.folder)}: tensor {name!r}"
-
-    def _index(self) -> dict[str, str] | None:
-        path = self.folder / INDEX
-        if not path.exists():
-            return None
-        try:
-            weight_map = json.loads(path.read_text())["weight_map"]
-            return {str(name): str(shard) for name, shard in weight_map.items()}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: no valid index ({error!r})") from None
-
-    def _files(self, index: dict[str, str] | None) -> list[Path]:
-        if index is None:
-            files = sorted(self.folder.glob("*.safetensors"))
-            if not files:
-                pickled = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.folder.glob(pattern)]
-                found = f"only {', '.join(pickled)}, which can run code and is not read" if pickled else "no weights"
-                raise ValueError(f"{self.folder}: {found}; allowed: *.safetensors or a GGUF file")
-            return files
-        files = []
-        for shard in sorted(set(index.values())):
-            path = self.folder / shard
-            if Path(shard).name != shard:
-                raise ValueError(f"{self.folder / INDEX}: shard {shard!r}; allowed: a file name inside the folder")
-            if not path.exists():
-                raise ValueError(f"{path}: the shard is missing; {INDEX} lists it")
-            files.append(path)
-        return files
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path}: the header is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the header is a JSON {type(header).__name__}; allowed: an object")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
 
 
-def _open(path: Path):
+def _entry(path: Path, name: str, info: Any, base: int, size: int) -> _Entry:
     try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        dtype, shape = info["dtype"], tuple(int(n) for n in info["shape"])
+        start, end = (int(n) for n in info["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{path}: the header's entry of tensor {name!r} is broken: {info!r}") from None
+    num_bytes = math.prod(shape) * _SIZES.get(dtype, 0)
+    if min(shape, default=0) < 0 or start < 0 or end < start or (dtype in _SIZES and end - start != num_bytes):
+        raise ValueError(f"{path}: tensor {name!r} has {dtype} {list(shape)} but bytes {start} to {end} in the header")
+    if base + end > size:
+        raise ValueError(f"{path}: tensor {name!r} needs {base + end} bytes, but the file has {size}: it is truncated")
+    return _Entry(path, dtype, shape, base + start)
