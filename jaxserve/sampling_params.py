@@ -97,16 +97,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not isinstance(text, str) or not text:
                 raise InvalidParameter("stop", text, "non-empty strings")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParameter(
-                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}"
-            )
+            raise InvalidParameter("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         if self.logit_bias is not None:
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
-                raise InvalidParameter(
-                    "logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS}"
-                )
+                raise InvalidParameter("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS}")
             for token, bias in self.logit_bias.items():
                 _integer("logit_bias", token, 0, 2**31 - 1)
                 _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -138,12 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature, top-k, top-p and min-p shapes the distribution."""
-        return (
-            self.has_penalties
-            or bool(self.logit_bias)
-            or self.allowed_token_ids is not None
-            or self.min_tokens > 0
-        )
+        return self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
