@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.models.contract import KVPages, Model, StepInputs
+from jaxserve.pallas_kernels import page_copy
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
 
@@ -68,14 +69,16 @@ class Program:
 class StepPrograms:
     """All programs that an engine of these shapes can use, by key.
 
-    model   the split model (its leaves may be abstract)
-    pages   shape and dtype of each layer's page array
+    model       the split model (its leaves may be abstract)
+    pages       shape and dtype of each layer's page array
+    attention   backend that owns the pages
     """
 
     model: SplitModel
     shapes: StepShapes
     pages: tuple[jax.ShapeDtypeStruct, ...]
     hidden_size: int
+    attention: str
     branch: bool  # see sampling.draw_tokens
 
     def all_keys(self) -> Iterator[tuple[Any, ...]]:
@@ -133,7 +136,8 @@ class StepPrograms:
         return Program(f"logprobs {num_samples}", sampling.token_logprobs, arguments)
 
     def _copy(self) -> Program:
-        return Program("copy", copy_pages, (self.pages, _int32(1 + 2 * COPIES_PER_CALL)), donate=(0,))
+        function = functools.partial(copy_pages, self.attention)
+        return Program("copy", function, (self.pages, _int32(1 + 2 * COPIES_PER_CALL)), donate=(0,))
 
     def _set_counts(self) -> Program:
         return self._set_row("set counts", jnp.int16)
@@ -231,18 +235,10 @@ def _store(inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Arra
     return tokens, last_token.at[inputs.row].set(tokens, mode="drop")
 
 
-def copy_pages(pages: Pages, packed: jax.Array) -> Pages:
+def copy_pages(backend: str, pages: Pages, packed: jax.Array) -> Pages:
     """Copy pages one after the other. packed: count, COPIES_PER_CALL sources, COPIES_PER_CALL targets."""
     sources, targets = packed[1 : 1 + COPIES_PER_CALL], packed[1 + COPIES_PER_CALL :]
-
-    # Slices instead of one scatter: XLA:CPU scatters bfloat16 by widening the whole array.
-    def copy_one(i: jax.Array, pages: Pages) -> Pages:
-        return tuple(
-            lax.dynamic_update_slice_in_dim(layer, lax.dynamic_slice_in_dim(layer, sources[i], 1), targets[i], axis=0)
-            for layer in pages
-        )
-
-    return lax.fori_loop(0, packed[0], copy_one, pages)
+    return page_copy.copy_pages(pages, packed[0], sources, targets, backend=backend)
 
 
 def set_row(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:

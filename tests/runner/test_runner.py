@@ -9,9 +9,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
+from jaxserve.models.contract import RuntimeOptions
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from tiny_runner_model import EOS, VOCAB, build_model, build_runner, full_logits
 
-from jaxserve.runner.runner import ModelRunner
+from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
+from jaxserve.runner.runner import ModelRunner, page_arrays
+from jaxserve.runner.step import StepPrograms, split_model
+from jaxserve.runner.warmup import CompileGuard
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import PageCopy, RowReset, RowWork, SampleWork, StepDecision, StepResult
 
@@ -293,8 +298,6 @@ def test_no_option_compiles_anything(runner: ModelRunner) -> None:
 
 
 def test_the_guard_sees_a_compilation() -> None:
-    from jaxserve.runner.warmup import CompileGuard
-
     guard, other = CompileGuard(), CompileGuard()
     with other.watch():
         with guard.watch():
@@ -315,28 +318,27 @@ def test_pages_stay_in_place(runner: ModelRunner) -> None:
             assert program.memory_analysis().alias_size_in_bytes >= pool
 
 
-def test_temporaries_do_not_grow_with_the_pool() -> None:
-    from jaxserve.runner.runner import page_arrays
-    from jaxserve.runner.step import StepPrograms, split_model
-
-    model = build_model()
+@pytest.mark.parametrize(("attention", "page_dtype"), [("xla", "float32"), ("cpu_ffi", "bfloat16")])
+def test_temporaries_do_not_grow_with_the_pool(attention: str, page_dtype: str) -> None:
+    if attention == "cpu_ffi" and not cpu_ffi_available()[0]:
+        pytest.skip(f"cpu_ffi: {cpu_ffi_available()[1]}")
+    model = build_model(options=RuntimeOptions(page_size=4, attention=attention, page_dtype=page_dtype))
     shapes = build_shapes(64)
+    keys = (("forward", 4), ("forward", 16), ("copy",))
     found = {}
     for num_pages in (64, 6400):
         programs = StepPrograms(
             model=split_model(model), shapes=dataclasses.replace(shapes, num_pages=num_pages),
-            pages=page_arrays(model, model.options, num_pages), hidden_size=32, branch=True,
+            pages=page_arrays(model, model.options, num_pages), hidden_size=32, attention=attention, branch=True,
         )  # fmt: skip
-        for key in (("forward", 4), ("copy",)):
+        for key in keys:
             memory = programs.program(key).lower().compile().memory_analysis()
             found[key, num_pages] = memory.temp_size_in_bytes
-    for key in (("forward", 4), ("copy",)):
+    for key in keys:
         assert found[key, 6400] == found[key, 64]
 
 
-def build_shapes(num_pages: int):
-    from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
-
+def build_shapes(num_pages: int) -> StepShapes:
     return StepShapes(
         max_num_rows=4, pages_per_row=16, page_size=4, num_pages=num_pages, vocab_size=VOCAB,
         token_buckets=token_ladder(16), sample_buckets=sample_ladder(4, 16),
