@@ -48,9 +48,11 @@ def test_copies_equal_a_loop(backend: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu_ffi", "float32"), ("cpu_ffi", "bfloat16"), ("xla", "float32")])
 def test_copies_need_no_memory(backend: str, dtype: str) -> None:
-    for num_pages in (40, 4000):
-        memory = compiled(backend, dtype, (num_pages, *SHAPE[1:])).memory_analysis()
-        assert memory.temp_size_in_bytes <= 2 * 2 * 4 * 16 * 4
+    sizes = [
+        compiled(backend, dtype, (num_pages, *SHAPE[1:])).memory_analysis().temp_size_in_bytes
+        for num_pages in (40, 4000)
+    ]
+    assert sizes[0] == sizes[1]  # nothing that grows with the pool
 
 
 @pytest.mark.parametrize("pair", [(-1, 3), (3, 40), (40, 3)])
