@@ -1,0 +1,201 @@
+"""The application and the process around it: build_app() makes the routes, run_server() serves them.
+
+The port is open from the start; until the engine is ready, routes that need it answer 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from jaxserve.server.auth import ApiKeys
+from jaxserve.server.engine_client import EngineClient, EngineState
+from jaxserve.server.errors import unavailable
+from jaxserve.server.generation import Server
+from jaxserve.server.openapi import install
+from jaxserve.server.prompts import LoadedModel
+from jaxserve.server.routes import add_routes
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.supervisor import Supervisor
+from jaxserve.server.tokens import Tokenizer
+
+import jaxserve
+from jaxserve.config import EngineConfig
+from jaxserve.messages import ModelInfo
+from jaxserve.metrics import EngineMetrics
+from jaxserve.tokenizer import load_tokenizer
+
+__all__ = ["EXIT_ADDRESS", "EXIT_ENGINE", "ServerSettings", "build_app", "run_server"]
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE, EXIT_ADDRESS = 1, 2
+_KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
+_AFTER_DRAIN_S = 5  # for answers that say that the server is shutting down
+
+LoadTokenizer = Callable[[str], Tokenizer]
+
+
+def build_app(
+    config: EngineConfig, settings: ServerSettings, *, tokenizer_loader: LoadTokenizer = load_tokenizer
+) -> FastAPI:
+    """The application. Its engine is started and ended with its lifespan; app.state.server is the Server."""
+    name = settings.served_model_name or _model_name(config.model)
+    client = EngineClient(EngineMetrics(name), max_in_flight=settings.max_in_flight)
+
+    def load(model: ModelInfo) -> LoadedModel:
+        return LoadedModel(model, tokenizer_loader(model.tokenizer_path))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        supervision = asyncio.create_task(app.state.server.supervisor.run())
+        supervision.add_done_callback(lambda task: app.state.on_engine_end())
+        try:
+            yield
+        finally:
+            client.state = EngineState.STOPPING
+            app.state.server.supervisor.stop()
+            await supervision
+
+    app = FastAPI(
+        title="jaxserve",
+        version=jaxserve.__version__,
+        description="An LLM inference engine compiled by JAX/XLA. The API follows OpenAI's and vLLM's.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    # Supervisor makes events of asyncio: those need no running loop.
+    supervisor = Supervisor(config, settings, client, load)
+    server = Server(settings=settings, client=client, supervisor=supervisor, model_name=name, started=int(time.time()))
+    app.state.server = server
+    app.state.on_engine_end = lambda: None
+    add_routes(app, server)
+    install(app, has_keys=bool(settings.api_keys))
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    return app
+
+
+def run_server(
+    config: EngineConfig, settings: ServerSettings, *, tokenizer_loader: LoadTokenizer = load_tokenizer
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    0   stopped by a signal, requests in flight answered (or told, after drain_s)
+    1   the engine could not be started, or was lost too often
+    2   the address cannot be listened on
+    128 + number of the signal: a second one came while requests were being finished
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_ADDRESS
+    app = build_app(config, settings, tokenizer_loader=tokenizer_loader)
+    uvicorn_config = uvicorn.Config(
+        app,
+        log_level="warning" if not settings.access_log else "info",
+        access_log=settings.access_log,
+        log_config=None,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(settings.drain_s) + _AFTER_DRAIN_S,
+    )
+    address = _address(listener)
+    print(f"jaxserve: {app.state.server.model_name} on {address} (loading; /ready tells when)", file=sys.stderr)
+    with listener:
+        asyncio.run(_HttpServer(uvicorn_config, app).serve(sockets=[listener]), loop_factory=_loop_factory())
+    failure = app.state.server.supervisor.failure
+    if failure is not None:
+        print(f"jaxserve: {failure}", file=sys.stderr)
+        return EXIT_ENGINE
+    return 0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn with our handling of signals: the first lets requests finish, the second ends the process."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._server: Server = app.state.server
+        self._settings = self._server.settings
+        app.state.on_engine_end = self._on_engine_end
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.should_exit:
+            # The engine ends by itself when its parent is gone.
+            os._exit(128 + number)
+        logger.info("%s: finishing %d prompts", signal.Signals(number).name, self._server.client.num_in_flight)
+        self._server.client.state = EngineState.STOPPING
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(self._settings.drain_s, self._end_drain)
+
+    def _end_drain(self) -> None:
+        self._server.client.fail_all(unavailable("the server is shutting down", code="shutting_down", retry_after=5))
+
+    def _on_engine_end(self) -> None:
+        # After a failure there is nothing left to serve; after a stop this changes nothing.
+        self.should_exit = True
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Binding before the model is loaded tells at once if the port is taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _model_name(model: str) -> str:
+    """The name for clients: a local path shows nothing but its last part."""
+    path = Path(model)
+    return path.name if path.is_absolute() or path.exists() else model

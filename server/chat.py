@@ -1,0 +1,166 @@
+"""POST /v1/chat/completions: request to job, outputs to answers and chunks."""
+
+from __future__ import annotations
+
+import msgspec
+from jaxserve.server import schemas
+from jaxserve.server.generation import Job, Server, answer, make_job
+from jaxserve.server.options import chat_logprobs, chat_max_tokens, sampling_options
+from jaxserve.server.prompts import Prompt
+from jaxserve.server.protocol import ChatCompletionRequest
+from jaxserve.server.sse import DONE, chunk_head, usage_chunk
+from jaxserve.server.tokens import chat_scores, prompt_scores
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.messages import RequestOutput, TokenLogprob
+
+_encode = msgspec.json.encode
+
+
+async def chat(server: Server, http: Request, request: ChatCompletionRequest) -> Response:
+    """Answer one request. Raises ApiError."""
+    loaded = server.model(request.model)
+    options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
+    chat_logprobs(request, options)
+    max_tokens, limit_name = chat_max_tokens(request)
+    token_ids = await loaded.encode_chat(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.chat_template_kwargs,
+    )
+    job = make_job(
+        server,
+        http,
+        request,
+        [Prompt(token_ids)],
+        options,
+        max_tokens=max_tokens,
+        default_max_tokens=None,
+        limit_name=limit_name,
+        prompt_name="messages",
+        id_prefix="chatcmpl",
+        names={"logprobs": "top_logprobs", "max_tokens": limit_name},
+    )
+    return await answer(
+        server,
+        http,
+        request,
+        job,
+        make_writer=lambda job, prompt_of: ChatChunks(request, job),
+        make_answer=lambda job, prompt_of, outputs: _whole(request, job, outputs),
+    )
+
+
+def _whole(request: ChatCompletionRequest, job: Job, outputs: list[RequestOutput]) -> schemas.ChatCompletion:
+    usage = schemas.UsageCount(job.num_prompt_tokens)
+    by_index: dict[int, list[RequestOutput]] = {}
+    of_prompt: list[TokenLogprob | None] | None = None
+    for output in outputs:
+        usage.take(output)
+        by_index.setdefault(output.index, []).append(output)
+        of_prompt = output.prompt_logprobs or of_prompt
+    whole = schemas.ChatCompletion(
+        id=job.response_id,
+        created=job.created,
+        model=job.model_name,
+        choices=[_choice(request, job, index, by_index[index]) for index in sorted(by_index)],
+        usage=usage.usage(),
+    )
+    if request.return_token_ids:
+        whole.prompt_token_ids = job.prompts[0].token_ids
+    if request.prompt_logprobs is not None and of_prompt is not None:
+        whole.prompt_logprobs = prompt_scores(job.loaded.tokens, of_prompt, num_top=request.prompt_logprobs)
+    return whole
+
+
+def _choice(request: ChatCompletionRequest, job: Job, index: int, outputs: list[RequestOutput]) -> schemas.ChatChoice:
+    last = outputs[-1]
+    choice = schemas.ChatChoice(
+        index=index,
+        message=schemas.AssistantMessage(content="".join([output.text for output in outputs])),
+        logprobs=None,
+        finish_reason=last.finish_reason,  # type: ignore[arg-type]  # errors were raised before
+        stop_reason=last.stop_reason,
+    )
+    if request.logprobs:
+        scores = [score for output in outputs for score in output.logprobs or ()]
+        choice.logprobs = _scores(request, job, scores)
+    if request.return_token_ids:
+        choice.token_ids = [token for output in outputs for token in output.token_ids]
+    return choice
+
+
+def _scores(request: ChatCompletionRequest, job: Job, scores: list[TokenLogprob]) -> schemas.ChatLogprobs:
+    return chat_scores(
+        job.loaded.tokens,
+        scores,
+        num_top=request.top_logprobs or 0,
+        as_ids=bool(request.return_tokens_as_token_ids),
+    )
+
+
+class ChatChunks:
+    """Chunks of one stream. Each choice gets the role, then text, then one chunk with the finish reason alone."""
+
+    def __init__(self, request: ChatCompletionRequest, job: Job) -> None:
+        self._request = request
+        self._job = job
+        self._head = chunk_head(job.response_id, "chat.completion.chunk", job.created, job.model_name)
+        self._usage = schemas.UsageCount(job.num_prompt_tokens)
+        options = request.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._usage_everywhere = bool(options and options.continuous_usage_stats)
+        self._is_plain = not request.logprobs and not request.return_token_ids
+        self._started: set[int] = set()
+
+    def write(self, outputs: list[RequestOutput]) -> bytes:
+        return b"".join([self._events(output) for output in outputs])
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return usage_chunk(self._head, self._usage.usage()) + DONE
+
+    def _events(self, output: RequestOutput) -> bytes:
+        self._usage.take(output)
+        index = output.index
+        tail = b"}"
+        if self._usage_everywhere:
+            tail = b',"usage":' + _encode(self._usage.usage()) + tail
+        parts = []
+        if index not in self._started:
+            parts.append(self._first(index, tail))
+            self._started.add(index)
+        if self._is_plain:
+            if output.text:
+                delta = b'{"content":' + _encode(output.text) + b'},"logprobs":null,"finish_reason":null'
+                parts.append(self._chunk(index, delta, tail))
+        elif output.text or output.token_ids:
+            parts.append(self._chunk(index, self._details(output), tail))
+        if output.finish_reason is not None:
+            delta = b'{},"logprobs":null,"finish_reason":"%b","stop_reason":%b' % (
+                output.finish_reason.encode(),
+                _encode(output.stop_reason),
+            )
+            parts.append(self._chunk(index, delta, tail))
+        return b"".join(parts)
+
+    def _chunk(self, index: int, delta: bytes, tail: bytes) -> bytes:
+        return b'%b%d,"delta":%b}]%b\n\n' % (self._head, index, delta, tail)
+
+    def _first(self, index: int, tail: bytes) -> bytes:
+        if self._request.return_token_ids and not self._started:
+            tail = b',"prompt_token_ids":' + _encode(self._job.prompts[0].token_ids) + tail
+        delta = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return self._chunk(index, delta, tail)
+
+    def _details(self, output: RequestOutput) -> bytes:
+        scores = b"null"
+        if self._request.logprobs:
+            scores = _encode(_scores(self._request, self._job, output.logprobs or []))
+        extra = b""
+        if self._request.return_token_ids:
+            extra = b',"token_ids":' + _encode(output.token_ids)
+        return b'{"content":%b},"logprobs":%b,"finish_reason":null%b' % (_encode(output.text), scores, extra)

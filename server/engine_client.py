@@ -1,0 +1,322 @@
+"""asyncio to engine process: requests out, outputs back to whoever waits for them.
+
+One callback reads all that has arrived (one OutputBatch per step, however many streams there are) and hands each
+output to its Submission. Everything here runs on the event loop's thread; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import zmq
+from jaxserve.server.errors import ApiError, unavailable
+
+from jaxserve.messages import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    Heartbeat,
+    ModelInfo,
+    OutputBatch,
+    RequestOutput,
+    decode_from_engine,
+    encode,
+)
+from jaxserve.metrics import EngineMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"  # the first engine loads, compiles, or its tokenizer is being loaded
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"  # the server shuts down: what is in flight is finished
+    FAILED = "failed"  # given up
+
+
+class ClientLeft(Exception):
+    """The HTTP client has gone; nobody waits for the answer."""
+
+
+class EngineLink:
+    """The socket to one engine, read without a task: callbacks of the event loop take what is there.
+
+    ZMQ's file descriptor tells changes, not states, and sending may swallow a change: after every read and every
+    send the socket itself is asked whether something is left.
+    """
+
+    def __init__(self, socket: zmq.Socket, on_message: Callable[[FromEngine], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._loop.add_reader(socket.getsockopt(zmq.FD), self._read)
+        self._loop.call_soon(self._read)
+
+    def send(self, data: bytes) -> None:
+        """Raises zmq.Again if no engine has connected yet (or its process is gone)."""
+        self._socket.send(data, zmq.NOBLOCK)
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
+
+    def drain(self) -> None:
+        """Take what the engine had sent before it ended."""
+        self._read()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._socket.close(linger=0)
+
+    def _read(self) -> None:
+        while not self._is_closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_from_engine(data)
+            except ValueError:
+                logger.exception("a message of %d bytes from the engine cannot be read", len(data))
+                continue
+            self._on_message(message)
+
+
+class Submission:
+    """The prompts of one HTTP request in the engine. One task waits on it.
+
+    prompt_of[request_id] is the prompt's place in the request; is_done: every continuation has had its last output.
+    """
+
+    __slots__ = (
+        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "arrival", "first_output", "prompt_of",
+    )  # fmt: skip
+
+    def __init__(self, client: EngineClient, prompt_of: dict[str, int], num_continuations: int) -> None:
+        self._client = client
+        self.prompt_of = prompt_of
+        self.arrival = time.monotonic()
+        self.first_output: float | None = None
+        self._num_open = num_continuations
+        self._outputs: list[RequestOutput] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ApiError | None = None
+        self._left = False
+
+    @property
+    def is_done(self) -> bool:
+        return not self._num_open and not self._outputs
+
+    async def next(self) -> list[RequestOutput]:
+        """All outputs that have come since the last call, at least one. Raises ApiError if the engine is lost,
+        ClientLeft after leave()."""
+        while not self._outputs:
+            if self._left:
+                raise ClientLeft
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def deliver(self, output: RequestOutput) -> None:
+        if self.first_output is None:
+            self.first_output = time.monotonic()
+            self._client.metrics.observe_first_token(self.first_output - self.arrival)
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if output.finish_reason not in (FINISH_ABORT, FINISH_ERROR):
+                self._client.metrics.observe_finished(
+                    time.monotonic() - self.arrival,
+                    first_token_seconds=self.first_output - self.arrival,
+                    num_output_tokens=output.num_output_tokens,
+                )
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """The rest will not come. What has come can still be read."""
+        if self._num_open:
+            self._error = error
+            self._wake()
+
+    def leave(self) -> None:
+        """The client has gone: stop the engine's work and wake the waiting task with ClientLeft."""
+        self._left = True
+        self.abort()
+        self._outputs.clear()
+        self._wake()
+
+    def abort(self) -> None:
+        """Stop what still runs. May be called at any time and more than once."""
+        self._client.abort(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """The server's view of the engine, over restarts: its state, what is in flight, and the last heartbeat.
+
+    An entry of `_in_flight` lives until the engine has sent the last output of the request, also after an abort:
+    only then may the id be forgotten.
+    """
+
+    def __init__(self, metrics: EngineMetrics, *, max_in_flight: int) -> None:
+        self.metrics = metrics
+        self.state = EngineState.STARTING
+        self.model: ModelInfo | None = None
+        self.last_heartbeat = time.monotonic()
+        self._max_in_flight = max_in_flight
+        self._link: EngineLink | None = None
+        self._in_flight: dict[str, _Entry] = {}
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self.on_ready: Callable[[ModelInfo], None] = lambda model: None
+        self.on_failed: Callable[[str], None] = lambda reason: None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def attach(self, socket: zmq.Socket) -> EngineLink:
+        """Listen to a new engine."""
+        self._link = EngineLink(socket, self._take)
+        self.last_heartbeat = time.monotonic()
+        return self._link
+
+    @property
+    def is_attached(self) -> bool:
+        return self._link is not None
+
+    def detach(self, error: ApiError) -> None:
+        """The engine is gone: hand out what it had sent, then end all that was in flight with `error`."""
+        if self._link is not None:
+            self._link.drain()
+            self._link.close()
+            self._link = None
+        self.fail_all(error)
+        if self.state is not EngineState.STOPPING:
+            self.metrics.engine_lost()
+
+    def fail_all(self, error: ApiError) -> None:
+        """End everything in flight, and tell a living engine."""
+        entries = list(self._in_flight.items())
+        for request_id, entry in entries:
+            self._send_abort(request_id)
+            if entry.submission is not None:
+                entry.submission.fail(error)
+        self._in_flight.clear()
+
+    def check_ready(self) -> ModelInfo:
+        """The model. Raises ApiError 503 unless requests can be taken now."""
+        match self.state:
+            case EngineState.READY if self.model is not None:
+                return self.model
+            case EngineState.STARTING | EngineState.READY:
+                raise unavailable("the model is still being loaded; try again", retry_after=5, code="starting")
+            case EngineState.RESTARTING:
+                raise unavailable("the engine is being restarted; try again", retry_after=5, code="restarting")
+            case EngineState.STOPPING:
+                raise unavailable("the server is shutting down", retry_after=10, code="shutting_down")
+            case _:
+                raise unavailable("the engine has failed and was not restarted", retry_after=60)
+
+    def new_id(self) -> str:
+        """An id that no other request of this or an earlier server has: clients' own ids need not be unique."""
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+    def submit(self, messages: list[AddRequest]) -> Submission:
+        """Send the prompts of one HTTP request. Raises ApiError 503 if there are too many in flight already, or the
+        engine is not there."""
+        self.check_ready()
+        if len(self._in_flight) + len(messages) > self._max_in_flight:
+            raise unavailable(
+                f"{len(self._in_flight)} prompts are in flight, at most {self._max_in_flight} are taken",
+                code="queue_full",
+            )
+        prompt_of = {message.request_id: place for place, message in enumerate(messages)}
+        submission = Submission(self, prompt_of, sum(message.params.n for message in messages))
+        try:
+            for message in messages:
+                self._send(encode(message))
+                self._in_flight[message.request_id] = _Entry(submission, message.params.n)
+        except zmq.ZMQError:
+            self.abort(submission)
+            raise unavailable("the engine does not answer; try again", retry_after=5) from None
+        return submission
+
+    def abort(self, submission: Submission) -> None:
+        for request_id in submission.prompt_of:
+            entry = self._in_flight.get(request_id)
+            if entry is not None and entry.submission is not None:
+                entry.submission = None
+                self._send_abort(request_id)
+
+    def send(self, data: bytes) -> bool:
+        """Send an encoded message. False if no engine listens."""
+        try:
+            self._send(data)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _send(self, data: bytes) -> None:
+        if self._link is None:
+            raise zmq.Again()
+        self._link.send(data)
+
+    def _send_abort(self, request_id: str) -> None:
+        # With no engine left there is nothing to abort either.
+        self.send(encode(AbortRequest(request_id)))
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, OutputBatch):
+            for output in message.outputs:
+                self._hand_out(output)
+        elif isinstance(message, Heartbeat):
+            self.last_heartbeat = time.monotonic()
+            self.metrics.update(message.stats)
+        elif isinstance(message, EngineReady):
+            self.last_heartbeat = time.monotonic()
+            self.on_ready(message.model)
+        elif isinstance(message, EngineFailed):
+            self.on_failed(message.reason)
+
+    def _hand_out(self, output: RequestOutput) -> None:
+        entry = self._in_flight.get(output.request_id)
+        if entry is None:
+            return
+        if output.finish_reason is not None:
+            entry.num_open -= 1
+            if not entry.num_open:
+                del self._in_flight[output.request_id]
+        if entry.submission is not None:
+            entry.submission.deliver(output)
+
+
+class _Entry:
+    """Who gets a request's outputs (None: nobody any more), and how many continuations are still to end."""
+
+    __slots__ = ("num_open", "submission")
+
+    def __init__(self, submission: Submission, num_open: int) -> None:
+        self.submission: Submission | None = submission
+        self.num_open = num_open

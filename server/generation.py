@@ -1,0 +1,202 @@
+"""What both kinds of completion share between the parsed request and the engine's outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from jaxserve.server.engine_client import ClientLeft, EngineClient
+from jaxserve.server.errors import ApiError, shown
+from jaxserve.server.options import make_params
+from jaxserve.server.prompts import LoadedModel, Prompt
+from jaxserve.server.protocol import MAX_CLIENT_ID, GenerationRequest
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.sse import ChunkWriter, EventStream, Watch, first_error, gather
+from jaxserve.server.supervisor import Supervisor
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.messages import AddRequest
+from jaxserve.sampling_params import SamplingParams
+
+TENANT = "jaxserve.tenant"  # in the ASGI scope: which API key was sent
+NO_CLIENT = 499  # nobody reads this status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """What the routes work with."""
+
+    settings: ServerSettings
+    client: EngineClient
+    supervisor: Supervisor[LoadedModel]
+    model_name: str
+    started: int
+
+    def model(self, name: str | None) -> LoadedModel:
+        """The ready model. Raises ApiError 404 for another model's name, 503 until it is ready."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"model: got {shown(name)}; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        self.client.check_ready()
+        loaded = self.supervisor.loaded
+        assert loaded is not None  # it is loaded before the state becomes READY
+        return loaded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One HTTP request, ready for the engine. Choice `index` of the answer is continuation index % n of prompt
+    index // n."""
+
+    response_id: str
+    created: int
+    model_name: str
+    loaded: LoadedModel
+    prompts: list[Prompt]
+    params: list[SamplingParams]  # of each prompt
+    namespace: str
+    headers: dict[str, str]
+
+    @property
+    def n(self) -> int:
+        return self.params[0].n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def make_job(
+    server: Server,
+    http: Request,
+    request: GenerationRequest,
+    prompts: list[Prompt],
+    options: dict[str, Any],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    limit_name: str,
+    prompt_name: str,
+    id_prefix: str,
+    names: dict[str, str] | None = None,
+) -> Job:
+    """Check prompts and options against each other and the context. Raises ApiError 400.
+
+    limit_name, prompt_name   fields that max_tokens and the prompts came from
+    default_max_tokens        if the client gave none; None: up to the context limit
+    """
+    loaded = server.model(request.model)
+    num_sequences = len(prompts) * options["n"]
+    if num_sequences > server.settings.max_sequences:
+        raise ApiError(
+            400,
+            f"n: got {options['n']} for {len(prompts)} prompts; allowed: at most {server.settings.max_sequences} "
+            "continuations in all",
+            param="n",
+            code="invalid_value",
+        )
+    fitted, params = [], []
+    made: dict[int | None, SamplingParams] = {}
+    for place, prompt in enumerate(prompts):
+        ids = loaded.fit(prompt.token_ids, request.truncate_prompt_tokens, max_tokens)
+        name = prompt_name if len(prompts) == 1 else f"{prompt_name}[{place}]"
+        room = loaded.room(ids, max_tokens, prompt=name, limit=limit_name)
+        limit = max_tokens
+        if limit is None and default_max_tokens is not None:
+            limit = min(default_max_tokens, room)
+        if limit not in made:
+            made[limit] = make_params({**options, "max_tokens": limit}, vocab_size=loaded.info.vocab_size, names=names)
+        was_cut = len(ids) != len(prompt.token_ids)
+        fitted.append(Prompt(ids) if was_cut else prompt)
+        params.append(made[limit])
+    client_id = request.request_id or _header_id(http)
+    return Job(
+        response_id=f"{id_prefix}-{client_id or secrets.token_hex(12)}",
+        created=int(time.time()),
+        model_name=server.model_name,
+        loaded=loaded,
+        prompts=fitted,
+        params=params,
+        namespace=_namespace(http, request.cache_salt),
+        headers={} if client_id is None else {"X-Request-Id": client_id},
+    )
+
+
+async def answer(
+    server: Server,
+    http: Request,
+    request: GenerationRequest,
+    job: Job,
+    *,
+    make_writer: Any,
+    make_answer: Any,
+) -> Response:
+    """Run a job; stop it when the client leaves.
+
+    make_writer(job, prompt_of) -> ChunkWriter for a stream; make_answer(job, prompt_of, outputs) -> Struct
+    """
+    messages = [
+        AddRequest(
+            request_id=server.client.new_id(),
+            prompt=prompt.token_ids,
+            params=params,
+            namespace=job.namespace,
+            priority=request.priority or 0,
+            stream_interval=(request.stream_interval or 1) if request.stream else 0,
+        )
+        for prompt, params in zip(job.prompts, job.params, strict=True)
+    ]
+    submission = server.client.submit(messages)
+    try:
+        async with Watch(http.receive, submission.leave) as watch:
+            if not request.stream:
+                outputs = await gather(submission)
+                body = msgspec.json.encode(make_answer(job, submission.prompt_of, outputs))
+                return Response(body, media_type="application/json", headers=job.headers)
+            first = await submission.next()
+            error = first_error(first)
+            if error is not None:
+                raise error
+            writer: ChunkWriter = make_writer(job, submission.prompt_of)
+            return EventStream(
+                submission,
+                first,
+                writer,
+                watch.hand_over(),
+                write_timeout_s=server.settings.write_timeout_s,
+                headers=job.headers,
+            )
+    except ClientLeft:
+        return Response(status_code=NO_CLIENT)
+    except BaseException:
+        submission.abort()
+        raise
+
+
+def _header_id(http: Request) -> str | None:
+    """The client's X-Request-Id. Raises ApiError 400 for one that could not be echoed."""
+    value = http.headers.get("x-request-id")
+    if not value:
+        return None
+    if len(value) > MAX_CLIENT_ID or not all("!" <= char <= "~" for char in value):
+        raise ApiError(
+            400,
+            f"X-Request-Id: got {shown(value)}; allowed: at most {MAX_CLIENT_ID} visible ASCII characters",
+            param="X-Request-Id",
+        )
+    return value
+
+
+def _namespace(http: Request, salt: str | None) -> str:
+    """Which requests share cached prefixes: those of one API key and, if it asks for it, of one salt. A salt alone
+    could be guessed by another client."""
+    tenant = http.scope.get(TENANT, "")
+    return f"{tenant}/{salt or ''}" if tenant or salt else ""

@@ -1,0 +1,214 @@
+"""Prompts of a request to token ids inside the context. Long texts are tokenised in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from jaxserve.server.errors import ApiError, invalid_value, shown
+from jaxserve.server.protocol import Message, ToolCall
+from jaxserve.server.tokens import Tokenizer, TokenTable
+
+from jaxserve.messages import ModelInfo
+
+_INLINE_CHARACTERS = 1000  # shorter texts cost less on the event loop than a thread's hand-over
+_NUM_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """text: as the client wrote it, None for token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextOptions:
+    add_special_tokens: bool
+    allow_special_tokens: bool
+
+
+class LoadedModel:
+    """What the server knows of a ready model: its facts, its tokenizer, and how prompts become token ids."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.tokens = TokenTable(tokenizer)
+        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+
+    async def encode_prompts(self, prompt: str | list[Any], options: TextOptions, *, max_prompts: int) -> list[Prompt]:
+        """Every prompt of the field `prompt`. Raises ApiError 400 for a mixture, too many, or an id out of range."""
+        items = split_prompts(prompt)
+        if len(items) > max_prompts:
+            raise ApiError(
+                400, f"prompt: got {len(items)} prompts; allowed: at most {max_prompts}", param="prompt",
+                code="invalid_value",
+            )  # fmt: skip
+        if not isinstance(items[0], str):
+            for place, ids in enumerate(items):
+                self._check_ids(ids, "prompt" if len(items) == 1 else f"prompt[{place}]")
+            return [Prompt(ids) for ids in items]
+        num_characters = sum(map(len, items))
+        return await self._run(num_characters, lambda: [self._encode(text, options) for text in items])
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ApiError 400 for what the template refuses."""
+        if not self.tokenizer.has_chat_template:
+            raise ApiError(
+                400,
+                f"messages: the model {self.info.name!r} has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        if continue_final_message and add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message: got true together with add_generation_prompt; allowed: one of the two",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+        turns = [_as_template_sees_it(message, place) for place, message in enumerate(messages)]
+        opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+        def render() -> list[int]:
+            return self.tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=opens_turn,
+                continue_final_message=bool(continue_final_message),
+                tools=None,
+                template_kwargs=template_kwargs or None,
+            )
+
+        try:
+            return list(await self._run(sum(len(str(turn["content"])) for turn in turns), render))
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages", code="chat_template_error") from None
+        except RecursionError:
+            text = "chat_template_kwargs: nested too deeply for the chat template"
+            raise ApiError(400, text, param="chat_template_kwargs", code="chat_template_error") from None
+
+    async def encode_text(self, text: str, options: TextOptions) -> list[int]:
+        return await self._run(len(text), lambda: self._encode(text, options).token_ids)
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self._check_ids(token_ids, "tokens")
+        return await self._run(
+            len(token_ids), lambda: self.tokens.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def fit(self, token_ids: list[int], truncate: int | None, max_tokens: int | None) -> list[int]:
+        """The prompt, cut to its last tokens if truncate_prompt_tokens says so (-1: as many as leave room)."""
+        if truncate is None:
+            return token_ids
+        if truncate == 0:
+            raise invalid_value("truncate_prompt_tokens", 0, "1 or more, or -1 for as many as fit")
+        if truncate < 0:
+            truncate = max(self.info.max_model_len - (max_tokens or 1), 1)
+        return token_ids[-truncate:]
+
+    def room(self, token_ids: list[int], max_tokens: int | None, *, prompt: str, limit: str) -> int:
+        """Tokens that may follow. Raises ApiError 400 unless the prompt and `max_tokens` fit into the context.
+
+        prompt, limit: names of the fields they came from.
+        """
+        context = self.info.max_model_len
+        room = context - len(token_ids)
+        if not token_ids or room < 1:
+            raise ApiError(
+                400,
+                f"{prompt}: got {len(token_ids)} tokens; allowed: 1 to {context - 1} tokens "
+                f"(the context holds {context}, and one token must follow)",
+                param=prompt,
+                code="context_length_exceeded" if token_ids else "invalid_value",
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise ApiError(
+                400,
+                f"{limit}: got {max_tokens}; allowed: at most {room}, as the prompt has {len(token_ids)} tokens "
+                f"and the context holds {context}",
+                param=limit,
+                code="context_length_exceeded",
+            )
+        return room
+
+    def _encode(self, text: str, options: TextOptions) -> Prompt:
+        ids = self.tokenizer.encode(
+            text, add_special_tokens=options.add_special_tokens, allow_special=options.allow_special_tokens
+        )
+        return Prompt(list(ids), text)
+
+    def _check_ids(self, ids: list[int], name: str) -> None:
+        size = self.info.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            place, bad = next((place, token) for place, token in enumerate(ids) if not 0 <= token < size)
+            raise invalid_value(f"{name}[{place}]", bad, f"token ids 0 to {size - 1}")
+
+    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= _INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
+    """The field `prompt` as a list of prompts. Raises ApiError 400 for an empty list or a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt: got an empty list; allowed: a text, token ids, or lists of them", param="prompt")
+    kind = type(prompt[0])
+    if set(map(type, prompt)) != {kind}:
+        place = next(place for place, item in enumerate(prompt) if type(item) is not kind)
+        raise invalid_value(f"prompt[{place}]", prompt[place], "items of the same type as the first")
+    return [prompt] if kind is int else prompt
+
+
+def _as_template_sees_it(message: Message, place: int) -> dict[str, Any]:
+    """A turn as chat templates expect it: text as one string, calls with their arguments as an object."""
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    if content is None:
+        if role != "assistant":
+            raise invalid_value(f"messages[{place}].content", None, f"text for the role {message.role!r}")
+        content = ""
+    turn: dict[str, Any] = {"role": role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call, place, index) for index, call in enumerate(message.tool_calls)]
+    return turn
+
+
+def _call(call: ToolCall, place: int, index: int) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            name = f"messages[{place}].tool_calls[{index}].function.arguments"
+            raise ApiError(400, f"{name}: got {shown(call.function.arguments)}; allowed: a JSON object", param=name)
+    result: dict[str, Any] = {
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+    return result if call.id is None else {"id": call.id, **result}

@@ -1,0 +1,241 @@
+"""Requests, field by field, in the spellings of OpenAI and vLLM.
+
+A field stands here exactly if it is honoured, or if leaving it out of account is what its definition allows (it says
+so). Everything else is refused by name. null means "not given", as with OpenAI.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jaxserve.sampling_params import MAX_N, MAX_TOP_LOGPROBS
+
+MAX_CLIENT_ID = 128  # characters of a client's request id
+MAX_CACHE_SALT = 256
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Interval = Annotated[int, Meta(ge=1, le=1024, description="tokens between two chunks")]
+Truncation = Annotated[
+    int, Meta(ge=-1, le=2**31 - 1, description="keep the last tokens of the prompt; -1: as many as fit")
+]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower runs first")]
+Salt = Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT)]
+ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_CLIENT_ID, pattern="^[!-~]+$")]
+Nothing = Annotated[list[Any], Meta(max_length=0)]  # an empty list asks for nothing
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """include_usage: one more chunk before [DONE] with the usage and no choices. continuous_usage_stats: usage so far
+    in every chunk as well. include_obfuscation must not be true: chunks are not padded."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text"]
+
+
+class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of completion have in common. Ranges are those of SamplingParams.
+
+    user, safety_identifier, metadata, prompt_cache_key, service_tier and parallel_tool_calls describe the caller or
+    hint at something; they change no answer. store must not be true: nothing is stored.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Interval | None = None
+    n: NumChoices | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: ClientId | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    response_format: TextFormat | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions.
+
+    prompt          a text, token ids, or a list of either
+    max_tokens      default 16
+    best_of         only if equal to n
+    logprobs        log-probabilities of each token and of so many best ones
+    echo            the prompt before the text; with logprobs its log-probabilities too
+    allow_special_tokens   whether names of control tokens in a text prompt become those tokens (default true)
+    """
+
+    prompt: str | list[int | str | list[int]]
+    best_of: NumChoices | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    allow_special_tokens: bool | None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class ToolCallFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call that an earlier assistant message made."""
+
+    function: ToolCallFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One turn. Fields that answers carry may come back with it, as long as they hold nothing."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Nothing | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions.
+
+    max_completion_tokens    the newer name of max_tokens; default: up to the context limit
+    add_generation_prompt    open the assistant's turn (default: true unless continue_final_message)
+    continue_final_message   the answer goes on where the last message ends
+    chat_template_kwargs     variables of the model's chat template
+    """
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a text, or a conversation through the chat template. Exactly one of prompt and messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    allow_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize. skip_special_tokens: leave control tokens out (default false)."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None
+
+
+_NO_GRAMMAR = "structured output is not supported by this server"
+_NO_TOOLS = "tool calling is not supported by this server"
+_NO_MEDIA = "only text is supported by this server"
+_NO_BEAMS = "beam search is not supported by this server"
+_NO_PROCESSORS = "logit processors are not supported by this server"
+
+# Fields of other servers, with a better answer than "unknown field".
+HINTS = {
+    "tools": _NO_TOOLS,
+    "tool_choice": f"{_NO_TOOLS}; allowed: 'none' and, without tools, 'auto'",
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "response_format": f"{_NO_GRAMMAR}; allowed: {{'type': 'text'}}",
+    "structured_outputs": _NO_GRAMMAR,
+    "guided_json": _NO_GRAMMAR,
+    "guided_regex": _NO_GRAMMAR,
+    "guided_choice": _NO_GRAMMAR,
+    "guided_grammar": _NO_GRAMMAR,
+    "guided_decoding_backend": _NO_GRAMMAR,
+    "suffix": "filling in between a prompt and a suffix is not supported by this server",
+    "audio": _NO_MEDIA,
+    "modalities": f"{_NO_MEDIA}; allowed: ['text']",
+    "mm_processor_kwargs": _NO_MEDIA,
+    "prompt_embeds": "prompts given as embeddings are not supported by this server",
+    "prediction": "predicted outputs are not supported by this server",
+    "web_search_options": "web search is not supported by this server",
+    "chat_template": "templates from clients are not supported; the model's own is used",
+    "documents": "documents are not supported by this server; put them into a message",
+    "logits_processors": _NO_PROCESSORS,
+    "logit_processors": _NO_PROCESSORS,
+    "use_beam_search": _NO_BEAMS,
+    "length_penalty": _NO_BEAMS,
+    "early_stopping": _NO_BEAMS,
+    "bad_words": "bad_words is not supported by this server; logit_bias can exclude tokens",
+    "logprob_token_ids": "log-probabilities of chosen tokens are not supported by this server",
+    "reasoning_effort": "reasoning budgets are not supported by this server; allowed: 'none'",
+    "verbosity": "not supported by this server; allowed: 'medium'",
+    "service_tier": "not supported by this server; allowed: 'auto', 'default'",
+}
+
+# What stands in a Literal, for error messages.
+CHOICES = {
+    "messages[].role": "'system', 'developer', 'user', 'assistant', 'tool'",
+    "messages[].content[].type": "'text'; other kinds of content are not supported",
+    "messages[].tool_calls[].type": "'function'",
+}

@@ -1,0 +1,210 @@
+"""The routes: bodies to typed requests, errors to answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from jaxserve.server import protocol, schemas
+from jaxserve.server.chat import chat
+from jaxserve.server.completions import complete
+from jaxserve.server.engine_client import EngineState
+from jaxserve.server.errors import ApiError, internal_error
+from jaxserve.server.generation import Server
+from jaxserve.server.openapi import describe
+from jaxserve.server.parsing import BodyParser, read_body
+from jaxserve.server.prompts import TextOptions
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+import jaxserve
+from jaxserve.metrics import CONTENT_TYPE
+
+logger = logging.getLogger(__name__)
+
+_WEB = Path(__file__).parent / "web"
+_WEB_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/web/chat.css": ("chat.css", "text/css; charset=utf-8"),
+    "/web/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/web/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# The page loads nothing from elsewhere, and text of a model can never become a script in it.
+_WEB_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+Handler = Callable[[Server, Request, Any], Awaitable[Response]]
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = error.headers
+    if error.status in (408, 413, 415):
+        headers = {**headers, "Connection": "close"}  # the rest of the body is not read
+    return Response(error.encode(), error.status, headers, "application/json")
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    """All routes of the API, the page, and how errors are answered."""
+    for path, kind, handler in (
+        ("/v1/completions", protocol.CompletionRequest, complete),
+        ("/v1/chat/completions", protocol.ChatCompletionRequest, chat),
+        ("/tokenize", protocol.TokenizeRequest, tokenize),
+        ("/detokenize", protocol.DetokenizeRequest, detokenize),
+    ):
+        _add_post(app, server, path, kind, handler)
+    for path, answer in (
+        ("/v1/models", _models),
+        ("/v1/models/{model_id:path}", _model),
+        ("/health", _health),
+        ("/ready", _ready),
+        ("/metrics", _metrics),
+        ("/version", _version),
+    ):
+        _add_get(app, server, path, answer)
+    if server.settings.chat_page:
+        for path, (name, media_type) in _WEB_FILES.items():
+            _add_file(app, path, _WEB / name, media_type)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+
+
+def _add_post(app: FastAPI, server: Server, path: str, kind: type[msgspec.Struct], handler: Handler) -> None:
+    parser = BodyParser(kind)
+    settings = server.settings
+
+    async def endpoint(http: Request) -> Response:
+        # Before the model is ready every body is answered alike, without reading it in full first.
+        server.client.check_ready()
+        data = await read_body(http, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+        return await handler(server, http, parser.parse(data))
+
+    app.add_api_route(path, endpoint, methods=["POST"], response_class=Response, **describe(path))
+
+
+def _add_get(app: FastAPI, server: Server, path: str, answer: Callable[[Server, Request], Response]) -> None:
+    async def endpoint(http: Request) -> Response:
+        return answer(server, http)
+
+    app.add_api_route(path, endpoint, methods=["GET"], response_class=Response, **describe(path))
+
+
+def _add_file(app: FastAPI, path: str, file: Path, media_type: str) -> None:
+    async def endpoint() -> Response:
+        return FileResponse(file, media_type=media_type, headers=_WEB_HEADERS)
+
+    app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_class=Response)
+
+
+async def tokenize(server: Server, http: Request, request: protocol.TokenizeRequest) -> Response:
+    loaded = server.model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "prompt: exactly one of prompt and messages must be given", param="prompt")
+    if request.messages is not None:
+        ids = await loaded.encode_chat(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.chat_template_kwargs,
+        )
+    else:
+        options = TextOptions(
+            add_special_tokens=request.add_special_tokens is not False,
+            allow_special_tokens=request.allow_special_tokens is not False,
+        )
+        ids = await loaded.encode_text(request.prompt or "", options)
+    names = [loaded.tokens.text_of(token) for token in ids] if request.return_token_strs else None
+    return json_response(
+        schemas.Tokens(count=len(ids), max_model_len=loaded.info.max_model_len, tokens=ids, token_strs=names)
+    )
+
+
+async def detokenize(server: Server, http: Request, request: protocol.DetokenizeRequest) -> Response:
+    loaded = server.model(request.model)
+    text = await loaded.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
+    return json_response(schemas.Text(prompt=text))
+
+
+def _card(server: Server) -> schemas.ModelCard:
+    model = server.client.model
+    return schemas.ModelCard(
+        id=server.model_name,
+        created=server.started,
+        owned_by="jaxserve",
+        max_model_len=None if model is None else model.max_model_len,
+    )
+
+
+def _models(server: Server, http: Request) -> Response:
+    return json_response(schemas.ModelList(data=[_card(server)]))
+
+
+def _model(server: Server, http: Request) -> Response:
+    name = http.path_params["model_id"]
+    if name != server.model_name:
+        raise ApiError(
+            404, f"model: got {name[:100]!r}; this server has {server.model_name!r}", param="model",
+            code="model_not_found",
+        )  # fmt: skip
+    return json_response(_card(server))
+
+
+def _health(server: Server, http: Request) -> Response:
+    """Liveness: whether a restart of the whole server would help. One of the engine alone is under way or coming."""
+    client = server.client
+    if client.state is EngineState.FAILED:
+        return json_response(schemas.Status(status="failed"), 503)
+    silent = time.monotonic() - client.last_heartbeat
+    if client.state is EngineState.READY and silent > server.settings.heartbeat_timeout_s:
+        return json_response(schemas.Status(status="stuck"), 503)
+    return json_response(schemas.Status(status=client.state.value))
+
+
+def _ready(server: Server, http: Request) -> Response:
+    state = server.client.state
+    if state is EngineState.READY:
+        return json_response(schemas.Status(status=state.value))
+    return json_response(schemas.Status(status=state.value), 503, {"Retry-After": "5"})
+
+
+def _metrics(server: Server, http: Request) -> Response:
+    return Response(server.client.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _version(server: Server, http: Request) -> Response:
+    return json_response(schemas.Version(version=jaxserve.__version__))
+
+
+async def _on_api_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(http: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    path = http.url.path[:100]
+    text = f"{path}: no such path" if error.status_code == 404 else f"{http.method} {path}: {error.detail}"
+    fault = ApiError(error.status_code, text, code="not_found" if error.status_code == 404 else None)
+    response = error_response(fault)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_defect(http: Request, error: Exception) -> Response:
+    return error_response(internal_error())

@@ -1,0 +1,82 @@
+"""What an operator may choose for the HTTP server: one frozen dataclass, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxserve.sampling_params import MAX_N
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Options of the HTTP side. Raises ValueError naming the field, the value seen and the values allowed.
+
+    host, port            address to listen on; port 0: a free one, which is printed
+    served_model_name     name of the model in the API; None: the engine's model argument
+    api_keys              keys of which clients must send one; empty: no key is asked for
+    max_body_bytes        longest request body; a longer one is refused before it is read
+    max_n                 continuations of one prompt at most
+    max_sequences         prompts x n of one HTTP request at most
+    max_in_flight         prompts that may be queued or running at once; more are answered with 503
+    body_timeout_s        seconds a client may take to send its body
+    write_timeout_s       seconds a client may leave its answer unread before it is dropped
+    chat_page             whether the chat page is served at /
+    access_log            one log line per HTTP request
+    drain_s               seconds that requests in flight get to finish after SIGTERM or SIGINT
+    heartbeat_timeout_s   seconds of silence after which a ready engine counts as stuck and is replaced; longer than
+                          the longest step
+    max_restarts, restart_window_s   an engine lost more often than this within so many seconds ends the server
+    restart_delay_s       pause before the first restart; doubled for each further one in the window, at most 30 s
+    engine_command        command that starts an engine, to which --config JSON --socket ADDRESS --parent PID are
+                          added; empty: this Python with -m jaxserve.engine_process
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_n: int = MAX_N
+    max_sequences: int = 1024
+    max_in_flight: int = 4096
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 120.0
+    chat_page: bool = True
+    access_log: bool = False
+    drain_s: float = 30.0
+    heartbeat_timeout_s: float = 60.0
+    max_restarts: int = 5
+    restart_window_s: float = 300.0
+    restart_delay_s: float = 0.5
+    engine_command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host: got an empty string; allowed: an address or a host name")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ValueError(f"served_model_name: got {self.served_model_name!r}; allowed: a name that is not blank")
+        for key in self.api_keys:
+            # A key travels in a header: other characters could never match what a client can send.
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError("api_keys: one is empty or has odd characters; allowed: visible ASCII, no blanks")
+        self._check_integers()
+        self._check_seconds()
+
+    def _check_integers(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535), ("max_body_bytes", 1024, 2**40), ("max_n", 1, MAX_N), ("max_sequences", 1, 2**20),
+            ("max_in_flight", 1, 2**31), ("max_restarts", 0, 2**31),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}: got {value!r}; allowed: an integer from {low} to {high}")
+
+    def _check_seconds(self) -> None:
+        for name, low in (
+            ("body_timeout_s", 0.1), ("write_timeout_s", 0.1), ("drain_s", 0.0), ("heartbeat_timeout_s", 1.0),
+            ("restart_window_s", 1.0), ("restart_delay_s", 0.0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+                raise ValueError(f"{name}: got {value!r}; allowed: seconds, {low:g} or more")
