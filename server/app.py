@@ -27,7 +27,6 @@ from jaxserve.server.prompts import LoadedModel
 from jaxserve.server.routes import add_routes
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.supervisor import Supervisor
-from jaxserve.server.tokens import Tokenizer
 
 import jaxserve
 from jaxserve.config import EngineConfig
@@ -43,18 +42,14 @@ EXIT_ENGINE, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
 _AFTER_DRAIN_S = 5  # for answers that say that the server is shutting down
 
-LoadTokenizer = Callable[[str], Tokenizer]
 
-
-def build_app(
-    config: EngineConfig, settings: ServerSettings, *, tokenizer_loader: LoadTokenizer = load_tokenizer
-) -> FastAPI:
+def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
     """The application. Its engine is started and ended with its lifespan; app.state.server is the Server."""
     name = settings.served_model_name or _model_name(config.model)
     client = EngineClient(EngineMetrics(name), max_in_flight=settings.max_in_flight)
 
     def load(model: ModelInfo) -> LoadedModel:
-        return LoadedModel(model, tokenizer_loader(model.tokenizer_path))
+        return LoadedModel(model, load_tokenizer(model.tokenizer_path))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -88,9 +83,7 @@ def build_app(
     return app
 
 
-def run_server(
-    config: EngineConfig, settings: ServerSettings, *, tokenizer_loader: LoadTokenizer = load_tokenizer
-) -> int:
+def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     0   stopped by a signal, requests in flight answered (or told, after drain_s)
@@ -104,7 +97,7 @@ def run_server(
     except OSError as error:
         print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ADDRESS
-    app = build_app(config, settings, tokenizer_loader=tokenizer_loader)
+    app = build_app(config, settings)
     uvicorn_config = uvicorn.Config(
         app,
         log_level="warning" if not settings.access_log else "info",

@@ -97,7 +97,11 @@ class LoadedModel:
         try:
             return list(await self._run(sum(len(str(turn["content"])) for turn in turns), render))
         except ValueError as error:
-            raise ApiError(400, f"messages: {error}", param="messages", code="chat_template_error") from None
+            # The tokenizer names the field itself.
+            text = str(error)
+            name = text.partition(":")[0]
+            param = name if name in ("messages", "continue_final_message") else "messages"
+            raise ApiError(400, text, param=param, code="chat_template_error") from None
         except RecursionError:
             text = "chat_template_kwargs: nested too deeply for the chat template"
             raise ApiError(400, text, param="chat_template_kwargs", code="chat_template_error") from None

@@ -28,11 +28,11 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        messages: Sequence[Message],
+        messages: list[Message],
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
-        tools: Sequence[dict[str, Any]] | None,
+        tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any] | None,
     ) -> list[int]:
         """Raises ValueError saying what the template refuses."""
