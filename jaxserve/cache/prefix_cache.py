@@ -39,15 +39,12 @@ class PrefixCache:
     def allocate(self, count: int) -> np.ndarray | None:
         """int32 [count] pages with one reference each, evicting old prefixes if need be; None if too few exist.
 
-        An evicted page that a request still uses leaves the tree without becoming free, hence the loop.
+        An evicted page becomes free at once: a request that uses a page of the tree has locked it (see extend).
         """
-        while count > self.pool.num_free:
-            if self.num_available < count:
-                return None
-            evicted = self.tree.evict(count - self.pool.num_free)
-            if not len(evicted):
-                return None
-            self.pool.release(evicted)
+        if count > self.num_available:
+            return None
+        if count > self.pool.num_free:
+            self.pool.release(self.tree.evict(count - self.pool.num_free))
         return self.pool.allocate(count)
 
     def extend(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle | None:
@@ -55,9 +52,10 @@ class PrefixCache:
 
         `pages` stay referenced by the caller; the tree adds its own reference. None, and nothing changes, if the tree
         has these tokens already: locking its copies as well would bind twice the memory. The caller then keeps its
-        pages to itself and leaves them to deposit() in the end.
+        pages to itself and leaves them to deposit() in the end. None as well if another request uses one of the pages:
+        no lock of its own would cover them, and the tree counts what is not locked as available.
         """
-        if self.tree.has_next(handle, tokens):
+        if self.tree.has_next(handle, tokens) or self._num_unshared(pages) < len(pages):
             return None
         end = self._insert(handle, tokens, pages)
         self.tree.lock(end)
@@ -65,8 +63,19 @@ class PrefixCache:
         return end
 
     def deposit(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """Insert pages behind a locked handle without locking them: their owner is about to release them."""
-        self._insert(handle, tokens, pages)
+        """Insert pages behind a locked handle without locking them: their owner is about to release them.
+
+        Pages from the first one on that another request uses are left out; the last of their users may deposit them.
+        """
+        count = self._num_unshared(pages)
+        if count:
+            self._insert(handle, tokens[: count * self.page_size], pages[:count])
+
+    def _num_unshared(self, pages: np.ndarray) -> int:
+        """How many leading pages have their caller as the only user."""
+        shared = self.pool.references[pages] > 1
+        first = int(shared.argmax())
+        return first if shared[first] else len(pages)
 
     def _insert(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle:
         end, known = self.tree.insert(handle, tokens, pages)

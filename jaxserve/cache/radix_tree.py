@@ -71,7 +71,8 @@ class RadixTree:
         """The empty prefix of a namespace. Locking it is allowed and keeps the namespace."""
         node = self._roots.get(namespace)
         if node is None:
-            node = self._roots[namespace] = Node(None, _EMPTY, _EMPTY, 0)
+            # Stored when it is locked or inserted into: namespaces come from clients, most lookups find nothing.
+            node = Node(None, _EMPTY, _EMPTY, 0)
             node.namespace = namespace
         return Handle(node, 0, _EMPTY)
 
@@ -95,6 +96,7 @@ class RadixTree:
         if len(tokens) != len(pages) * self.page_size:
             raise ValueError(f"{len(tokens)} tokens for {len(pages)} pages of {self.page_size}")
         self._clock += 1
+        self._keep_root(start.node)
         node, position, found = self._descend(start.node, start.num_tokens, tokens)
         matched = position - start.num_tokens
         count = sum(map(len, found))
@@ -112,6 +114,7 @@ class RadixTree:
 
     def lock(self, handle: Handle) -> None:
         node: Node | None = handle.node
+        self._keep_root(handle.node)
         while node is not None:
             if node.locks == 0:
                 self._num_locked += len(node.pages)
@@ -271,6 +274,10 @@ class RadixTree:
         leaf.pages = _EMPTY
         self._push_leaf(parent)
         self._forget_empty_root(parent)
+
+    def _keep_root(self, node: Node) -> None:
+        if node.parent is None and self._roots.setdefault(node.namespace, node) is not node:
+            raise RuntimeError("radix tree: a handle of an empty namespace is used after the namespace was filled")
 
     def _forget_empty_root(self, node: Node) -> None:
         """Namespaces come from clients (cache salts): an empty one must not stay in memory."""

@@ -22,7 +22,7 @@ _LAST = np.full(1, LAST_TOKEN, np.int32)
 class StepPlan:
     """Rows that decode and prefill chunks are kept apart, since the decision lists the former first.
 
-    reserve(n) sets tokens and samples aside for n decoding rows, which then do not count against free_tokens.
+    reserve(n) sets tokens and samples aside for n more decoding rows, so that prefill does not take them.
     """
 
     def __init__(self, geometry: CacheGeometry) -> None:
@@ -54,7 +54,7 @@ class StepPlan:
         return self._geometry.max_num_samples - self._reserved - len(self._prefill_samples)
 
     def reserve(self, num_decodes: int) -> None:
-        self._reserved = num_decodes
+        self._reserved += num_decodes
 
     def unreserve(self) -> None:
         """A decoding row that had been reserved for will not run in this step."""

@@ -9,6 +9,8 @@ from jaxserve.scheduler.sequence import Sequence
 
 # Under "lpm" a request that others have overtaken this often goes first, whatever it shares: nobody starves.
 MAX_PASSED_OVER = 32
+# Samples that a scored prompt leaves to others: it takes one per token, and would keep everybody else from starting.
+SAMPLES_LEFT_BY_SCORES = 4
 
 
 def order_key(policy: str, request: Request, order: int) -> tuple[int, int]:
@@ -22,6 +24,13 @@ def by_longest_prefix(candidates: Iterable[Sequence], matched: Callable[[Sequenc
     return [s for _, s in sorted(zip(rated, candidates), key=lambda pair: pair[0])]
 
 
+def count_passed_over(candidates: Iterable[Sequence], admitted: list[Sequence]) -> None:
+    """Age those that still wait and that a later one has overtaken."""
+    for sequence in candidates:
+        if sequence.row < 0:
+            sequence.num_passed_over += sum(other.key > sequence.key for other in admitted)
+
+
 def chunk_size(missing: int, budget: int, free_samples: int, scores: bool) -> int:
     """How many of `missing` tokens of a prompt to compute now.
 
@@ -29,7 +38,7 @@ def chunk_size(missing: int, budget: int, free_samples: int, scores: bool) -> in
     """
     size = min(missing, budget)
     if scores:
-        return min(size, free_samples)
+        return min(size, max(min(free_samples, 1), free_samples - SAMPLES_LEFT_BY_SCORES))
     if size == missing and free_samples < 1:
         return size - 1
     return size

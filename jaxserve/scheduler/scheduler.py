@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.cache.radix_tree import Handle
@@ -79,8 +79,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; the parent of a fork comes first.
 
-        Raises ValueError if the pool could not hold its prompt and one token. max_total_tokens is cut to what the
-        pool can hold.
+        Raises ValueError if the pool or the context could not hold its prompt and one token. max_total_tokens is cut
+        to what they can hold. Prompt scores of n continuations are those of the first; the others ask for none.
         """
         usable = (self.geometry.num_pages - 1) * self.geometry.page_size
         if request.num_prompt_tokens + 1 > usable:
@@ -90,13 +90,20 @@ class Scheduler:
             )
         if request.number in self._sequences:
             raise ValueError(f"request number {request.number} is in use")
-        request.max_total_tokens = min(request.max_total_tokens, usable, self.geometry.max_model_len)
+        limit = min(request.max_total_tokens, usable, self.geometry.max_model_len)
+        if request.num_prompt_tokens >= limit:
+            raise ValueError(
+                f"prompt: got {request.num_prompt_tokens} tokens; allowed: at most {limit - 1}, since prompt and "
+                f"output may have {limit} together"
+            )
+        request.max_total_tokens = limit
         self._num_added += 1
         key = policies.order_key(self.policy, request, self._num_added)
         sequence = Sequence(request, self._num_added, key)
         self._sequences[request.number] = sequence
         if request.parent is not None and request.parent.number in self._sequences:
             self._children.setdefault(request.parent.number, []).append(sequence)
+            sequence.num_scored = request.num_prompt_tokens
         self._wait(sequence)
 
     def abort(self, number: int) -> Request | None:
@@ -298,15 +305,23 @@ class Scheduler:
             child.start(self._rows.pop(), self._capacity(child), dataclasses.replace(handle, pages=pages))
             child.handle = handle
             child.num_computed = parent.num_computed
-            child.num_scored = child.request.num_prompt_tokens
-            self._count_admission(child, parent.request.num_cached_tokens)
+            self._count_admission(child, 0)
             self._run(child)
             plan.add_fork(child)
 
     # ------------------------------------------------------------------ waiting requests
 
     def _admit(self, plan: StepPlan) -> None:
-        for sequence in self._candidates(plan):
+        if not self._waiting or not self._rows or plan.free_tokens < 1:
+            return
+        candidates = self._candidates()
+        num_running = len(self._running)
+        self._admit_in_order(candidates, plan)
+        if self.policy == "lpm" and len(self._running) > num_running:
+            policies.count_passed_over(candidates, [s for s in candidates if s.row >= 0])
+
+    def _admit_in_order(self, candidates: list[Sequence], plan: StepPlan) -> None:
+        for sequence in candidates:
             if not self._rows or plan.free_tokens < 1 or plan.free_samples < 1:
                 return
             if sequence.request.is_finished or sequence.request.status is Status.RUNNING:
@@ -319,25 +334,17 @@ class Scheduler:
             if not self._start(sequence, handle, plan):
                 return  # in order: later ones must not take the pages that this one waits for
 
-    def _candidates(self, plan: StepPlan) -> Iterator[Sequence]:
-        if not self._waiting or not self._rows or plan.free_tokens < 1:
-            return iter(())
+    def _candidates(self) -> list[Sequence]:
         first = self._waiting[: -MAX_CANDIDATES - 1 : -1]
         if self.policy != "lpm":
-            return iter(first)
-        ordered = policies.by_longest_prefix(
+            return first
+        return policies.by_longest_prefix(
             first, lambda s: self.cache.match(s.request.namespace, s.tokens, self._match_limit(s)).num_tokens
         )
-        for rank, sequence in enumerate(ordered):
-            sequence.num_passed_over += any(other.key > sequence.key for other in ordered[:rank])
-        return iter(ordered)
 
     def _match_limit(self, sequence: Sequence) -> int:
         """At least the last token is computed; a scored prompt is computed where scores are missing."""
-        limit = sequence.num_known - 1
-        if sequence.wants_scores and sequence.num_scored < sequence.request.num_prompt_tokens:
-            limit = min(limit, sequence.num_scored - 1)
-        return limit
+        return sequence.num_scored - 1 if sequence.wants_scores else sequence.num_known - 1
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.request.parent
@@ -351,7 +358,7 @@ class Scheduler:
         size = self.geometry.page_size
         limit = self._match_limit(sequence)
         for other in self._running:
-            if other.num_computed >= other.request.num_prompt_tokens:
+            if other.num_computed >= other.request.num_prompt_tokens or other.keeps_to_itself:
                 continue
             if other.request.namespace != sequence.request.namespace:
                 continue
@@ -385,6 +392,8 @@ class Scheduler:
             raise RuntimeError(f"{self.cache.num_available} pages available, yet none for {size} tokens")
         if sequence.request.params.has_penalties:
             plan.reset_row(sequence)
+        if not sequence.is_prefilling:
+            plan.reserve(1)  # preempted, and all but its last token found in the cache: a decoding row like others
         self._compute(sequence, size, plan)
         return True
 
@@ -392,8 +401,10 @@ class Scheduler:
         if sequence.was_admitted:
             return
         sequence.was_admitted = True
-        sequence.request.num_cached_tokens = num_cached
-        if sequence.request.parent is None:  # the prompt of n continuations counts once
+        parent = sequence.request.parent
+        # n continuations have one prompt: all of them report what the first found, and it is counted once.
+        sequence.request.num_cached_tokens = num_cached if parent is None else parent.num_cached_tokens
+        if parent is None:
             self._prompt_tokens += sequence.request.num_prompt_tokens
             self._cached_tokens += num_cached
 
@@ -417,7 +428,10 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._sequences[request.number]
-        self._children.pop(request.number, None)
+        orphans = self._children.pop(request.number, ())
+        heir = next((child for child in orphans if not child.request.is_finished), None)
+        if heir is not None:
+            heir.num_scored = sequence.num_scored  # the scores that are still missing are its business now
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back row and pages; what is full, computed and known stays in the tree."""

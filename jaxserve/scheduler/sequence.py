@@ -37,7 +37,9 @@ class Sequence:
         self.tokens[: self.num_known] = request.prompt
         self.num_pending = 0
         self.num_computed = 0
-        self.num_scored = 1  # the first prompt token has no score
+        self.num_scored = request.num_prompt_tokens
+        if request.params.prompt_logprobs is not None:
+            self.num_scored = 1  # the first prompt token has no score
         self.row = -1
         self.pages = _NO_PAGES
         self.num_pages = 0
@@ -68,7 +70,8 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        return self.request.params.prompt_logprobs is not None
+        """Whether scores of its prompt have yet to be asked of the device."""
+        return self.num_scored < self.request.num_prompt_tokens
 
     def append(self, token: int) -> None:
         """A pending token became known."""
