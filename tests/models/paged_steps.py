@@ -31,14 +31,11 @@ class PagedSteps:
         options = model.options
         self.page_size = options.page_size
         self.num_pages = 1 + num_rows * pages_per_row
-        self.free = list(np.random.default_rng(5).permutation(np.arange(1, self.num_pages)))
-        dtype = jnp.dtype(options.page_dtype)
-        self.pages = KVPages(
-            tuple(
-                jnp.full(page_array_shape(spec, self.num_pages, self.page_size, options.attention), jnp.nan, dtype)
-                for spec in model.attention_specs
-            )
-        )
+        self.dtype = jnp.dtype(options.page_dtype)
+        self.shapes = [
+            page_array_shape(spec, self.num_pages, self.page_size, options.attention) for spec in model.attention_specs
+        ]
+        self.clear()
         graph, self.state = nnx.split(model)
 
         def step(state: nnx.State, inputs: StepInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
@@ -47,6 +44,12 @@ class PagedSteps:
             return merged.compute_logits(hidden), pages
 
         self._step = jax.jit(step, donate_argnums=2)
+
+    def clear(self) -> PagedSteps:
+        """Forget all sequences; every page holds NaN again."""
+        self.free = list(np.random.default_rng(5).permutation(np.arange(1, self.num_pages)))
+        self.pages = KVPages(tuple(jnp.full(shape, jnp.nan, self.dtype) for shape in self.shapes))
+        return self
 
     def start(self) -> Sequence:
         return Sequence([int(self.free.pop()) for _ in range(self.pages_per_row)])

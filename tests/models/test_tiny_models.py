@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +27,16 @@ def load(folder: Path, **options: object) -> Decoder:
     return load_model(source, load_config(source), wanted)
 
 
+@functools.cache
+def compiled(name: str, attention: str, matmul: str) -> PagedSteps:
+    return PagedSteps(load(TINY / name, attention=attention, matmul=matmul), num_tokens=88)
+
+
+def steps_of(name: str, attention: str = "xla", matmul: str = "xla") -> PagedSteps:
+    """Compiled once for all tests, with empty pages for each."""
+    return compiled(name, attention, matmul).clear()
+
+
 def reference(name: str) -> list[tuple[list[int], np.ndarray, list[int], np.ndarray]]:
     """(prompt, logits behind it, greedy tokens, the logits that chose them) per prompt."""
     with np.load(TINY / name / "reference.npz") as data:
@@ -44,7 +55,7 @@ def reference(name: str) -> list[tuple[list[int], np.ndarray, list[int], np.ndar
 @pytest.mark.parametrize("attention, matmul", [("reference", "xla"), ("xla", "xla"), ("cpu_ffi", "cpu_ffi")])
 def test_prefill_then_decode_of_all_prompts_together(name: str, attention: str, matmul: str) -> None:
     cases = reference(name)
-    steps = PagedSteps(load(TINY / name, attention=attention, matmul=matmul), num_tokens=88)
+    steps = steps_of(name, attention, matmul)
     sequences = [steps.start() for _ in cases]
     logits = [
         rows[-1] for rows in steps.run([(sequence, case[0]) for sequence, case in zip(sequences, cases, strict=True)])
@@ -66,7 +77,7 @@ def test_prefill_then_decode_of_all_prompts_together(name: str, attention: str, 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunked_prefill_beside_a_decoding_row(name: str, chunk: int) -> None:
     (first, _, greedy, _), (longest, expected, _, _) = reference(name)[1], reference(name)[-1]
-    steps = PagedSteps(load(TINY / name), num_tokens=24, num_rows=2)
+    steps = steps_of(name)
     decoding, chunked = steps.start(), steps.start()
     (logits,) = steps.run([(decoding, first)])
     generated = [int(logits[-1].argmax())]
@@ -82,7 +93,7 @@ def test_chunked_prefill_beside_a_decoding_row(name: str, chunk: int) -> None:
 def test_a_sequence_that_takes_over_the_pages_of_a_shared_prefix(name: str) -> None:
     """The last two prompts share 16 tokens, two pages of 8."""
     cases = reference(name)[-2:]
-    steps = PagedSteps(load(TINY / name), num_tokens=48)
+    steps = steps_of(name)
     owner, reader = steps.start(), steps.start()
     steps.run([(owner, cases[0][0])])
     reader.pages[:2] = owner.pages[:2]
