@@ -1,0 +1,91 @@
+"""The two packaged models against transformers in float32, on the same dequantised weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jaxserve.models.contract import RuntimeOptions
+from jaxserve.models.loading import load_config, load_model
+from paged_steps import PagedSteps
+
+from jaxserve.hub import ModelNotFound, ModelSource, resolve_model
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CLOSE_CALL = 1e-4  # a gap between the two best logits below which rounding may choose
+MAX_LOGPROB_ERROR = 1e-3
+
+
+@functools.cache
+def find(name: str) -> ModelSource | str:
+    """The model, or why it is not there. The small one is fetched as `make serve` does."""
+    try:
+        return resolve_model(name, progress=False, offline=name != "smollm2-135m")
+    except ModelNotFound as error:
+        return str(error)
+
+
+def source_of(name: str) -> ModelSource:
+    found = find(name)
+    if isinstance(found, str):
+        pytest.skip(f"{found} (jaxserve pull {name})")
+    return found
+
+
+def references(name: str) -> list[dict[str, Any]]:
+    return json.loads((FIXTURES / f"{name.replace('-', '_')}_greedy.json").read_text())["rows"]
+
+
+def steps_for(name: str, dtype: str) -> PagedSteps:
+    source = source_of(name)
+    options = RuntimeOptions(dtype=dtype, attention="cpu_ffi", matmul="cpu_ffi", page_size=16)
+    model = load_model(source, load_config(source), options)
+    return PagedSteps(model, num_tokens=64, num_rows=1, pages_per_row=20)
+
+
+def log_probabilities(steps: PagedSteps, case: dict[str, Any]) -> np.ndarray:
+    """[tokens of the continuation, V]: each behind the prompt and the reference's tokens before it, in chunks."""
+    ids = case["prompt"] + case["tokens"][:-1]
+    sequence = steps.clear().start()
+    parts = [steps.run([(sequence, ids[start : start + 64])])[0] for start in range(0, len(ids), 64)]
+    logits = np.concatenate(parts)[len(case["prompt"]) - 1 :]
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_greedy_tokens_and_log_probabilities_in_float32(name: str) -> None:
+    """Given the reference's tokens so far, the best token is the reference's next one: by induction the greedy
+    continuation is the same."""
+    steps = steps_for(name, "float32")
+    worst, num_split = 0.0, 0
+    for case in references(name):
+        found = log_probabilities(steps, case)
+        chosen = found.argmax(axis=1)
+        for step, (token, gap) in enumerate(zip(case["tokens"], case["gaps"], strict=True)):
+            if chosen[step] != token:
+                assert gap < CLOSE_CALL, f"prompt {case['prompt'][:8]}: token {step} is {chosen[step]}, not {token}"
+                num_split += 1
+        errors = np.abs(found[np.arange(len(found)), case["tokens"]] - np.array(case["logprobs"]))
+        worst = max(worst, float(errors.max()))
+    print(f"{name}: largest error of a log-probability {worst:.1e}, close calls decided otherwise: {num_split}")
+    assert worst <= MAX_LOGPROB_ERROR
+
+
+def test_bfloat16_weights_change_little() -> None:
+    """The default on CPU: mean KL divergence to float32 and agreement of the best token over all positions."""
+    name = "smollm2-135m"
+    divergences, agreements = [], []
+    exact, rounded = steps_for(name, "float32"), steps_for(name, "bfloat16")
+    for case in references(name):
+        p, q = log_probabilities(exact, case), log_probabilities(rounded, case)
+        divergences.append((np.exp(p) * (p - q)).sum(axis=1))
+        agreements.append(p.argmax(axis=1) == q.argmax(axis=1))
+    divergence, agreement = np.concatenate(divergences).mean(), np.concatenate(agreements).mean()
+    print(f"{name}: mean KL {divergence:.1e}, same best token {agreement:.2%}")
+    assert divergence <= 2e-3
+    assert agreement >= 0.97
