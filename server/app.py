@@ -192,4 +192,6 @@ def _address(listener: socket.socket) -> str:
 def _model_name(model: str) -> str:
     """The name for clients: a local path shows nothing but its last part."""
     path = Path(model)
-    return path.name if path.is_absolute() or path.exists() else model
+    if not path.is_absolute() and not path.exists():
+        return model
+    return path.stem if path.suffix == ".gguf" else path.name
