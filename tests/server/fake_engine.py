@@ -173,7 +173,7 @@ class FakeEngine:
     def look_up(self, message: AddRequest) -> int:
         """Whole pages shared with an earlier prompt of the namespace; the last token is always computed."""
         seen = self.seen.setdefault(message.namespace, [])
-        best = max((len(os.path.commonprefix([old, message.prompt])) for old in seen), default=0)
+        best = max((shared_length(old, message.prompt) for old in seen), default=0)
         seen.append(message.prompt)
         return min(best, len(message.prompt) - 1) // PAGE * PAGE
 
@@ -257,6 +257,10 @@ class FakeEngine:
         rivals = [t for t in range(first, first + 32) if t != token]
         top = [(t, -0.25 - place / 8) for place, t in enumerate([rivals[0], token, *rivals[1:]])]
         return TokenLogprob(token, -0.375, 2, top[:num_top])
+
+
+def shared_length(left: list[int], right: list[int]) -> int:
+    return next((k for k, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
 
 
 def main() -> int:

@@ -22,7 +22,8 @@ TEMPLATE = """{%- for message in messages -%}
 {{ raise_exception('a system message must come first') }}
 {%- endif -%}
 <|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.a }}]
+{{ message.content }}{% for call in message.tool_calls or [] %}
+[{{ call.function.name }} {{ call.function.arguments.a }}]
 {%- endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt -%}<|im_start|>assistant
