@@ -55,6 +55,13 @@ class PagePool:
         self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
         self._num_free += len(freed)
 
+    def free(self, pages: np.ndarray) -> None:
+        """Release pages of which the caller holds the only reference each (pages are distinct)."""
+        end = self._num_free + len(pages)
+        self.references[pages] = 0
+        self._free[self._num_free : end] = pages[::-1]
+        self._num_free = end
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the free pages are exactly the unreferenced ones, each listed once."""
         free = np.sort(self._free[: self._num_free])

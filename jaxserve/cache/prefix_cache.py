@@ -44,7 +44,7 @@ class PrefixCache:
         if count > self.num_available:
             return None
         if count > self.pool.num_free:
-            self.pool.release(self.tree.evict(count - self.pool.num_free))
+            self.pool.free(self.tree.evict(count - self.pool.num_free))
         return self.pool.allocate(count)
 
     def extend(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle | None:
@@ -84,7 +84,7 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Forget every prefix that no locked handle protects."""
-        self.pool.release(self.tree.evict(self.tree.num_evictable))
+        self.pool.free(self.tree.evict(self.tree.num_evictable))
 
     def check_integrity(self, held: dict[int, int]) -> None:
         """Raise RuntimeError unless every reference is accounted for; held: page -> references of requests."""

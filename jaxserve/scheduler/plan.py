@@ -120,7 +120,7 @@ class StepPlan:
             token_index=token_index,
             position=sequence.length,
             seed=request.seed,
-            num_outputs=sequence.length - request.num_prompt_tokens,
+            num_outputs=sequence.length - sequence.num_prompt,
             params=request.params,
         )
         sequence.num_pending += 1

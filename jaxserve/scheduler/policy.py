@@ -11,6 +11,9 @@ from jaxserve.scheduler.sequence import Sequence
 MAX_PASSED_OVER = 32
 # Samples that a scored prompt leaves to others: it takes one per token, and would keep everybody else from starting.
 SAMPLES_LEFT_BY_SCORES = 4
+# Tokens by which every running request may grow before a newcomer could lose its pages to it.
+HEADROOM_TOKENS = 8
+MAX_HEADROOM_DOUBLINGS = 5
 
 
 def order_key(policy: str, request: Request, order: int) -> tuple[int, int]:
@@ -42,3 +45,9 @@ def chunk_size(missing: int, budget: int, free_samples: int, scores: bool) -> in
     if size == missing and free_samples < 1:
         return size - 1
     return size
+
+
+def headroom_pages(num_running: int, num_preemptions: int, page_size: int) -> int:
+    """Pages that must stay available when one more request is admitted; twice as many after each preemption of it."""
+    tokens = HEADROOM_TOKENS << min(num_preemptions, MAX_HEADROOM_DOUBLINGS)
+    return num_running * -(-tokens // page_size)

@@ -7,7 +7,8 @@ given back by apply() may be written by any later step.
 Requests are served in the order of a key (arrival, or priority then arrival). The first of them can take pages from
 all others (preemption by recomputation), and add() refuses what could not run alone: so it always advances, finishes,
 and makes room for the next. What has been preempted keeps its key and is admitted again only when its whole prefix
-and one page per running request are available, so two requests cannot throw each other out in turn.
+and room for the growth of all running requests are available, twice as much after each preemption: two requests
+cannot throw each other out in turn.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Scheduler:
                 continue
             sequence.append(tokens[i])
             events.append(TokenEvent(request, tokens[i], 0, *scores))
-            reason, stop = _token_stop(request, tokens[i])
+            reason, stop = _token_stop(sequence, tokens[i])
             if reason is not None:
                 self._end(sequence, reason, stop)
         return events
@@ -244,10 +245,11 @@ class Scheduler:
         page_size = self.geometry.page_size
         start = sequence.num_computed
         first = start // page_size
-        # Only the page that `start` lies in can be shared and partly filled: a fork's last one.
-        shared = start % page_size != 0 and self.cache.pool.references[sequence.pages[first]] > 1
+        # The last of those that share a partly filled page writes in it, the others in copies.
+        shared = sequence.tail_is_shared and bool(self.cache.pool.references[sequence.pages[first]] > 1)
         count = -(-(start + size) // page_size) - sequence.num_pages
         if count + shared <= 0:
+            sequence.tail_is_shared = False
             return True
         pages = self.cache.allocate(count + shared)
         if pages is None:
@@ -258,14 +260,18 @@ class Scheduler:
             plan.copy_page(int(old[0]), int(pages[0]))
             self.cache.pool.release(old)
             pages = pages[1:]
+        sequence.tail_is_shared = False
         sequence.add_pages(pages)
         return True
 
     def _compute(self, sequence: Sequence, size: int, plan: StepPlan) -> None:
         """Put the next `size` tokens of a sequence, whose pages are there, into the step."""
+        is_prefilling = sequence.is_prefilling
         ends = plan.add_row(sequence, size)
-        self._insert(sequence, min(sequence.num_computed, sequence.request.num_prompt_tokens))
-        if ends and sequence.length == sequence.request.num_prompt_tokens + 1:
+        if not is_prefilling:
+            return
+        self._insert(sequence, min(sequence.num_computed, sequence.num_prompt))
+        if ends and sequence.length == sequence.num_prompt + 1:
             self._fork(sequence, plan)
 
     def _insert(self, sequence: Sequence, end: int) -> None:
@@ -305,6 +311,7 @@ class Scheduler:
             child.start(self._rows.pop(), self._capacity(child), dataclasses.replace(handle, pages=pages))
             child.handle = handle
             child.num_computed = parent.num_computed
+            child.tail_is_shared = parent.tail_is_shared = parent.num_computed % self.geometry.page_size != 0
             self._count_admission(child, 0)
             self._run(child)
             plan.add_fork(child)
@@ -321,6 +328,7 @@ class Scheduler:
             policies.count_passed_over(candidates, [s for s in candidates if s.row >= 0])
 
     def _admit_in_order(self, candidates: list[Sequence], plan: StepPlan) -> None:
+        prefilling = [s for s in self._running if s.num_computed < s.num_prompt]
         for sequence in candidates:
             if not self._rows or plan.free_tokens < 1 or plan.free_samples < 1:
                 return
@@ -329,10 +337,12 @@ class Scheduler:
             if sequence.num_pending or self._waits_for_parent(sequence):
                 continue
             handle = self.cache.match(sequence.request.namespace, sequence.tokens, self._match_limit(sequence))
-            if self._is_being_computed(sequence, handle.num_tokens):
+            if self._is_being_computed(sequence, handle.num_tokens, prefilling):
                 continue
             if not self._start(sequence, handle, plan):
                 return  # in order: later ones must not take the pages that this one waits for
+            if sequence.num_computed < sequence.num_prompt:
+                prefilling.append(sequence)
 
     def _candidates(self) -> list[Sequence]:
         first = self._waiting[: -MAX_CANDIDATES - 1 : -1]
@@ -351,16 +361,14 @@ class Scheduler:
         other = self._sequences.get(parent.number) if parent is not None else None
         return other is not None and not sequence.was_admitted and other.length == parent.num_prompt_tokens
 
-    def _is_being_computed(self, sequence: Sequence, matched: int) -> bool:
+    def _is_being_computed(self, sequence: Sequence, matched: int, prefilling: list[Sequence]) -> bool:
         """Whether a running prefill is about to compute the page after `matched`: then it is computed once."""
         if not self.cache.enabled:
             return False
         size = self.geometry.page_size
         limit = self._match_limit(sequence)
-        for other in self._running:
-            if other.num_computed >= other.request.num_prompt_tokens or other.keeps_to_itself:
-                continue
-            if other.request.namespace != sequence.request.namespace:
+        for other in prefilling:
+            if other.keeps_to_itself or other.request.namespace != sequence.request.namespace:
                 continue
             if min(sequence.common_prefix(other), limit) // size * size > matched:
                 return True
@@ -372,7 +380,9 @@ class Scheduler:
         self.cache.acquire(handle)
         tokens = sequence.request.max_total_tokens if self.deterministic else sequence.length
         need = -(-tokens // page_size) - len(handle.pages)
-        margin = 0 if self.deterministic else len(self._running)
+        margin = 0
+        if not self.deterministic:
+            margin = policies.headroom_pages(len(self._running), sequence.num_preemptions, page_size)
         size = policies.chunk_size(
             sequence.length - handle.num_tokens, plan.free_tokens, plan.free_samples, sequence.wants_scores
         )
@@ -415,6 +425,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
+        sequence.num_preemptions += 1
         self._leave(sequence)
         sequence.request.status = Status.WAITING
         self._wait(sequence)
@@ -470,15 +481,13 @@ def _reverse_key(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.key[0], -sequence.key[1])
 
 
-def _token_stop(request: Request, token: int) -> tuple[str | None, int | None]:
-    """Whether this newest token ends the request."""
-    params = request.params
-    if len(request.output_ids) > params.min_tokens:
-        if token in request.eos_token_ids and not params.ignore_eos:
-            return FINISH_STOP, None
-        if token in params.stop_token_ids:
-            return FINISH_STOP, token
-    if request.num_tokens >= request.max_total_tokens:
+def _token_stop(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+    """Whether this newest token ends the request, and the stop token that did (None: end of sequence)."""
+    request = sequence.request
+    if token in sequence.stop_ids and sequence.num_known - sequence.num_prompt > request.params.min_tokens:
+        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        return FINISH_STOP, None if is_eos else token
+    if sequence.num_known >= request.max_total_tokens:
         return FINISH_LENGTH, None
     return None, None
 

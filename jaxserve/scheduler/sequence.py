@@ -19,13 +19,16 @@ class Sequence:
     pages         int32 buffer whose first num_pages belong to the sequence, in order. Steps in flight hold views of
                   it: entries once written are never changed, a copy on write takes a new buffer
     keeps_to_itself  the tree has the same tokens on other pages: nothing of this sequence is inserted while it runs
+    tail_is_shared  its last page is partly filled and other continuations use it too: copied before it is written
+    stop_ids      tokens that end it, once min_tokens have been made
     handle        locked position in the radix tree; its num_tokens of the sequence have been inserted or matched
     num_scored    prompt scoring: scores of prompt tokens below this index have been asked of the device
     """
 
     __slots__ = (
         "common", "handle", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages", "num_passed_over",
-        "num_pending", "num_scored", "order", "pages", "request", "row", "tokens", "was_admitted",
+        "num_pending", "num_preemptions", "num_prompt", "num_scored", "order", "pages", "request", "row", "stop_ids",
+        "tail_is_shared", "tokens", "was_admitted",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, key: tuple[int, int]) -> None:
@@ -33,11 +36,14 @@ class Sequence:
         self.order = order
         self.key = key  # position in the policy's order; smaller runs first
         self.tokens = np.empty(request.max_total_tokens, np.int32)
-        self.num_known = request.num_prompt_tokens
+        self.num_known = self.num_prompt = request.num_prompt_tokens
         self.tokens[: self.num_known] = request.prompt
+        self.stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            self.stop_ids |= request.eos_token_ids
         self.num_pending = 0
         self.num_computed = 0
-        self.num_scored = request.num_prompt_tokens
+        self.num_scored = self.num_prompt
         if request.params.prompt_logprobs is not None:
             self.num_scored = 1  # the first prompt token has no score
         self.row = -1
@@ -45,8 +51,10 @@ class Sequence:
         self.num_pages = 0
         self.handle: Handle | None = None
         self.keeps_to_itself = False
+        self.tail_is_shared = False
         self.common: dict[int, int] = {}  # other sequence's order -> length of the common prefix
         self.num_passed_over = 0
+        self.num_preemptions = 0
         self.was_admitted = False
 
     @property
@@ -61,7 +69,8 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_computed < self.request.num_prompt_tokens or self.num_missing > 1
+        computed = self.num_computed
+        return computed < self.num_prompt or self.num_known + self.num_pending - computed > 1
 
     @property
     def may_grow(self) -> bool:
@@ -71,7 +80,7 @@ class Sequence:
     @property
     def wants_scores(self) -> bool:
         """Whether scores of its prompt have yet to be asked of the device."""
-        return self.num_scored < self.request.num_prompt_tokens
+        return self.num_scored < self.num_prompt
 
     def append(self, token: int) -> None:
         """A pending token became known."""
@@ -89,6 +98,7 @@ class Sequence:
         self.num_computed = handle.num_tokens
         self.handle = handle
         self.keeps_to_itself = False
+        self.tail_is_shared = False
         self.request.status = Status.RUNNING
 
     def add_pages(self, pages: np.ndarray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxserve.request import Request
+from jaxserve.request import Request, TokenEvent
 from jaxserve.scheduler.decision import StepDecision, StepResult
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulator.runner import SimulatedRunner
@@ -30,8 +30,10 @@ def drive(
     *,
     overlap: bool = True,
     on_idle: Callable[[], None] = lambda: None,
+    on_events: Callable[[list[TokenEvent]], None] = lambda events: None,
 ) -> int:
-    """Serve all arrivals (in order of step) to the end; on_idle is called whenever nothing is left to do.
+    """Serve all arrivals (in order of step) to the end; on_idle is called whenever nothing is left to do, on_events
+    with what each step brought.
 
     Returns the number of steps. Raises RuntimeError if the scheduler has work and finds none.
     """
@@ -58,7 +60,7 @@ def drive(
             raise RuntimeError(f"nothing can run at step {step}: {scheduler.stats()}")
         if in_flight and (decision is None or len(in_flight) > overlap):
             done, handle = in_flight.pop(0)
-            scheduler.apply(done, runner.collect(handle))
+            on_events(scheduler.apply(done, runner.collect(handle)))
         step += 1
     on_idle()
     return step

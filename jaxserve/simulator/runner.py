@@ -10,27 +10,43 @@ import dataclasses
 
 import numpy as np
 
-from jaxserve.scheduler.decision import LAST_TOKEN, CacheGeometry, StepDecision, StepResult
+from jaxserve.scheduler.decision import LAST_TOKEN, CacheGeometry, SampleWork, StepDecision, StepResult
 
 _MAX_POSITIONS = 1 << 17
 _WEIGHTS = np.random.default_rng(20261129).integers(1, 2**63, _MAX_POSITIONS, dtype=np.uint64) | np.uint64(1)
+_MASK = 2**64 - 1
 _NEVER_WRITTEN = np.int32(-2)
 
 
-def next_token(history: np.ndarray, seed: int, vocab_size: int) -> int:
-    """The pseudo-token that follows int32 `history`: depends on every token, its position and the seed."""
-    mixed = int((history.astype(np.uint64) * _WEIGHTS[: len(history)]).sum(dtype=np.uint64)) ^ seed
-    mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    return ((mixed ^ (mixed >> 32)) & 0xFFFFFFFF) % vocab_size
+def history_sums(history: np.ndarray) -> np.ndarray:
+    """uint64 [n]: entry i identifies history[: i + 1], every token with its position."""
+    return np.cumsum(history.astype(np.uint64) * _WEIGHTS[: len(history)])
+
+
+def _mixed(history_sum: int, seed: int) -> int:
+    mixed = history_sum ^ seed
+    mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
+    return mixed ^ (mixed >> 32)
 
 
 def expected_tokens(prompt: np.ndarray, seed: int, count: int, vocab_size: int) -> list[int]:
-    """What a request must produce, computed directly."""
-    history = np.empty(len(prompt) + count, np.int32)
-    history[: len(prompt)] = prompt
-    for n in range(len(prompt), len(prompt) + count):
-        history[n] = next_token(history[:n], seed, vocab_size)
-    return history[len(prompt) :].tolist()
+    """What a request must produce, computed directly: each token depends on all before it and on the seed."""
+    total = int(history_sums(prompt)[-1])
+    tokens: list[int] = []
+    for position in range(len(prompt), len(prompt) + count):
+        token = (_mixed(total, seed) & 0xFFFFFFFF) % vocab_size
+        tokens.append(token)
+        total = (total + token * int(_WEIGHTS[position])) & _MASK
+    return tokens
+
+
+def expected_scores(prompt: np.ndarray, seed: int) -> list[float]:
+    """The log-probabilities that prompt scoring must report, for each prompt token after the first."""
+    return [_logprob(_mixed(int(total), seed)) for total in history_sums(prompt)[:-1]]
+
+
+def _logprob(mixed: int) -> float:
+    return -(mixed >> 40) / 2**20  # a multiple of 2**-20 above -16: exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +57,15 @@ class CostModel:
     token: float = 1e-3
     context_token: float = 1e-6
 
-    def seconds(self, decision: StepDecision) -> float:
-        context = sum(row.start + row.num_tokens for row in decision.rows)
-        return self.step + self.token * decision.num_tokens + self.context_token * context
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        return self.step + self.token * num_tokens + self.context_token * num_context_tokens
 
 
 class SimulatedRunner:
-    """Implements scheduler.decision.Runner. Raises RuntimeError when a decision breaks a rule of the device."""
+    """Implements scheduler.decision.Runner. Raises RuntimeError when a decision breaks a rule of the device.
+
+    now   seconds of virtual time: the steps dispatched so far, one after another
+    """
 
     def __init__(self, geometry: CacheGeometry, *, vocab_size: int = 1024, cost_model: CostModel | None = None) -> None:
         self.geometry = geometry
@@ -56,23 +74,39 @@ class SimulatedRunner:
         self.now = 0.0
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self._tokens = np.full((geometry.num_pages, geometry.page_size), _NEVER_WRITTEN)
+        self._tokens = np.full(geometry.num_pages * geometry.page_size, _NEVER_WRITTEN)
         self._last_token = np.full(geometry.max_num_rows, _NEVER_WRITTEN)
+        self._writer = np.zeros(geometry.num_pages, np.int64)
+        self._counted: dict[int, tuple[int, int]] = {}  # row -> (number, sum) of the tokens counted for penalties
 
     def dispatch(self, decision: StepDecision) -> StepResult:
         self._check(decision)
+        page_size = self.geometry.page_size
         for copy in decision.copies:
-            self._tokens[copy.target] = self._tokens[copy.source]
-        self._write(decision)
-        sampled = np.array([self._sample(decision, i) for i in range(len(decision.samples))], np.int32)
-        for work, token in zip(decision.samples, sampled):
-            if not work.is_score:
-                self._last_token[work.row] = token
-        self.now += self.cost_model.seconds(decision)
+            source, target = copy.source * page_size, copy.target * page_size
+            self._tokens[target : target + page_size] = self._tokens[source : source + page_size]
+        for reset in decision.resets:
+            tokens = np.concatenate((reset.prompt_ids, reset.output_ids))
+            self._counted[reset.row] = (len(tokens), int(history_sums(tokens)[-1]))
+        lengths = np.array([row.num_tokens for row in decision.rows])
+        ends = np.array([row.start for row in decision.rows]) + lengths
+        pages, first_page = self._page_tables(decision, ends)
+        row_of_token, positions = _ragged(lengths, ends - lengths)
+        slots = self._slots(pages, first_page[row_of_token] + positions // page_size, positions)
+        self._write(decision, lengths, row_of_token, slots)
+        # Every row's tokens are written before any is read, as the device does layer by layer.
+        row_of_context, context = _ragged(ends, np.zeros_like(ends))
+        read = self._slots(pages, first_page[row_of_context] + context // page_size, context)
+        sums = np.cumsum(self._tokens[read].astype(np.uint64) * _WEIGHTS[context])
+        before = np.concatenate((np.zeros(1, np.uint64), sums))
+        first = np.cumsum(ends) - ends
+        index = np.array([work.token_index for work in decision.samples], np.int64)
+        sampled_row, position = row_of_token[index], positions[index]
+        history = before[first[sampled_row] + position + 1] - before[first[sampled_row]]
+        self.now += self.cost_model.seconds(len(slots), len(read))
         self.num_steps += 1
-        self.num_computed_tokens += decision.num_tokens
-        scores = np.zeros(len(sampled), np.float32)
-        return StepResult(decision.step_id, sampled, scores, np.ones(len(sampled), np.int32))
+        self.num_computed_tokens += len(slots)
+        return self._sample(decision, position + 1, history)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -80,46 +114,78 @@ class SimulatedRunner:
     def _check(self, decision: StepDecision) -> None:
         limits = self.geometry
         rows = [row.row for row in decision.rows]
+        tables = [work.row for work in decision.samples if not work.is_score]
         broken = {
             "rows": len(rows) > limits.max_num_rows or len(set(rows)) != len(rows),
+            "sampled rows": len(set(tables)) != len(tables),
             "samples": len(decision.samples) > limits.max_num_samples,
             "tokens": decision.num_tokens > limits.max_step_tokens,
             "decodes first": any(row.num_tokens != 1 for row in decision.rows[: decision.num_decodes]),
-            "dummy page": any((row.pages == 0).any() for row in decision.rows),
             "length": any(row.start + row.num_tokens > limits.max_model_len for row in decision.rows),
         }
         if any(broken.values()):
             raise RuntimeError(f"step {decision.step_id} breaks: {[name for name, bad in broken.items() if bad]}")
 
-    def _write(self, decision: StepDecision) -> None:
-        """Write every row's tokens before any is read, as the device does layer by layer."""
-        page_size = self.geometry.page_size
-        written: set[int] = set()
-        for row in decision.rows:
-            ids = row.token_ids
-            if ids[0] == LAST_TOKEN:
-                ids = self._last_token[row.row : row.row + 1]
-            if ids.min() < 0:
-                raise RuntimeError(f"request {row.request_id} computes a token that nobody has sampled")
-            first, last = row.start // page_size, (row.start + len(ids) - 1) // page_size
-            pages = row.pages[first : last + 1].tolist()
-            if len(pages) != last - first + 1:
-                raise RuntimeError(f"request {row.request_id}: {len(row.pages)} pages for token {row.start + len(ids)}")
-            if not written.isdisjoint(pages):
-                raise RuntimeError(f"request {row.request_id} writes a page that another row writes")
-            written.update(pages)
-            slots = np.arange(row.start, row.start + len(ids))
-            self._tokens[row.pages[slots // page_size], slots % page_size] = ids
-        self._row_ends = np.cumsum([row.num_tokens for row in decision.rows])
+    def _page_tables(self, decision: StepDecision, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All rows' pages one after another, and where each row's begin."""
+        counts = -(-ends // self.geometry.page_size)
+        tables = [row.pages[:count] for row, count in zip(decision.rows, counts.tolist())]
+        pages = np.concatenate(tables)
+        if len(pages) != counts.sum():
+            raise RuntimeError(f"step {decision.step_id}: a row has fewer pages than its tokens need")
+        if pages.min() < 1 or pages.max() >= self.geometry.num_pages:
+            raise RuntimeError(f"step {decision.step_id}: a page outside 1 to {self.geometry.num_pages - 1}")
+        return pages, np.cumsum(counts) - counts
 
-    def _sample(self, decision: StepDecision, index: int) -> int:
-        work = decision.samples[index]
-        if work.forced_token >= 0:
-            return work.forced_token
-        which = int(np.searchsorted(self._row_ends, work.token_index, side="right"))
-        row = decision.rows[which]
-        length = row.start + row.num_tokens - (int(self._row_ends[which]) - 1 - work.token_index)
-        if length != work.position:
-            raise RuntimeError(f"request {work.request_id}: position {work.position}, {length} tokens before it")
-        history = self._tokens[row.pages[: -(-length // self.geometry.page_size)]].reshape(-1)[:length]
-        return next_token(history, work.seed, self.vocab_size)
+    def _slots(self, pages: np.ndarray, index: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return pages[index] * self.geometry.page_size + positions % self.geometry.page_size
+
+    def _write(self, decision: StepDecision, lengths: np.ndarray, row_of_token: np.ndarray, slots: np.ndarray) -> None:
+        ids = np.concatenate([row.token_ids for row in decision.rows])
+        rows = np.array([row.row for row in decision.rows])
+        unknown = np.flatnonzero(ids == LAST_TOKEN)
+        if (lengths[row_of_token[unknown]] != 1).any():
+            raise RuntimeError(f"step {decision.step_id}: LAST_TOKEN in a chunk")
+        ids[unknown] = self._last_token[rows[row_of_token[unknown]]]
+        if ids.min() < 0:
+            raise RuntimeError(f"step {decision.step_id}: a row computes a token that nobody has sampled")
+        written = slots // self.geometry.page_size
+        self._writer[written] = row_of_token
+        if (self._writer[written] != row_of_token).any():
+            raise RuntimeError(f"step {decision.step_id}: two rows write one page")
+        self._tokens[slots] = ids
+
+    def _sample(self, decision: StepDecision, positions: np.ndarray, history: np.ndarray) -> StepResult:
+        samples = decision.samples
+        wrong = np.flatnonzero(positions != np.array([work.position for work in samples], np.int64))
+        if len(wrong):
+            work = samples[wrong[0]]
+            raise RuntimeError(f"request {work.request_id}: position {work.position}, not {positions[wrong[0]]}")
+        mixed = history ^ np.array([work.seed for work in samples], np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(32)
+        tokens = ((mixed & np.uint64(0xFFFFFFFF)) % np.uint64(self.vocab_size)).astype(np.int32)
+        for i, work in enumerate(samples):
+            if work.forced_token >= 0:
+                tokens[i] = work.forced_token
+            if work.is_score:
+                continue
+            self._last_token[work.row] = tokens[i]
+            if work.params.has_penalties:
+                self._count(work, int(history[i]), int(tokens[i]))
+        logprobs = -((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**20))
+        return StepResult(decision.step_id, tokens, logprobs, np.ones(len(samples), np.int32))
+
+    def _count(self, work: SampleWork, history: int, token: int) -> None:
+        """The tokens counted for penalties must be those in the row's pages."""
+        if self._counted.get(work.row) != (work.position, history):
+            raise RuntimeError(f"request {work.request_id}: row {work.row} counts other tokens than it has")
+        counted = (history + token * int(_WEIGHTS[work.position])) & _MASK
+        self._counted[work.row] = (work.position + 1, counted)
+
+
+def _ragged(lengths: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For rows laid out one after another: each element's row, and starts[row] + its place in the row."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    offset = starts - (np.cumsum(lengths) - lengths)
+    return row, np.arange(len(row)) + offset[row]
