@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-import re
 from typing import Any
 
 import jinja2
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxserve.control_tokens import ControlTokens
 
 # Noncharacters of Unicode: never exchanged in text, so they can mark places in it.
 _GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDE0))
 END_MARK = "\ufdef\ufdee\ufdef"
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks an assistant's own words for training; here it prints them."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -20,7 +34,7 @@ class ChatTemplate:
 
     def __init__(self, text: str) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -58,36 +72,54 @@ class ChatTemplate:
             raise ValueError(f"messages: the model's chat template cannot print them: {error}") from None
 
 
-def guard_messages(
-    messages: list[dict[str, Any]], special: re.Pattern[str] | None, *, mark_end: bool
-) -> tuple[list[dict[str, Any]], str]:
-    """Copies of the messages in which no control token is spelled out, and the guard character that splits them.
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """What a client gave, ready for a template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    extra: dict[str, Any] | None
+
+
+def guard_conversation(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    extra: dict[str, Any] | None,
+    control: ControlTokens,
+    *,
+    mark_end: bool,
+) -> tuple[Conversation, str]:
+    """Copies in which no control token is spelled out, and the guard character that splits them.
 
     Lists of text parts are joined, and an absent text becomes an empty one. mark_end: END_MARK behind the last text.
     """
     prepared = [_prepare(message) for message in messages]
-    if mark_end and prepared:
+    if mark_end:
+        if not prepared:
+            raise ValueError("messages: got none; allowed: at least one to continue")
         prepared[-1]["content"] += END_MARK
-    if special is None:
-        return prepared, ""
-    everything = json.dumps(prepared, ensure_ascii=False)
-    guard = next((c for c in _GUARDS if c not in everything), None)
+    everything = repr((prepared, tools, extra))
+    # repr() escapes noncharacters, so it is their escape that must not be there.
+    guard = next((c for c in _GUARDS if ascii(c)[1:-1] not in everything and c not in everything), None)
     if guard is None:
         raise ValueError("messages: hold every Unicode noncharacter from U+FDD0 to U+FDDF; allowed: text")
-
-    def split(match: re.Match[str]) -> str:
-        return match.group()[0] + guard + match.group()[1:]
+    split = control.breaker(guard)
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
-            return special.sub(split, value)
-        if isinstance(value, list):
+            return split(value)
+        if isinstance(value, (list, tuple)):
             return [walk(item) for item in value]
         if isinstance(value, dict):
-            return {key: walk(item) for key, item in value.items()}
+            return {walk(key): walk(item) for key, item in value.items()}
         return value
 
-    return [walk(message) for message in prepared], guard
+    guarded = [walk(message) for message in prepared]
+    for message in guarded:
+        role = message.get("role")
+        if isinstance(role, str) and control.can_come_from_role(role):
+            message["role"] = role[0] + guard + role[1:]
+    return Conversation(guarded, walk(tools), walk(extra)), guard
 
 
 def _prepare(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -87,22 +88,17 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> Tokenizer:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     if "tokenizer.ggml.scores" not in fields:
         raise ValueError(f"{path}: metadata key 'tokenizer.ggml.scores' is missing")
-    scores = [float(score) for score in fields["tokenizer.ggml.scores"]]
     types = _types(fields)
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for token, score, kind in zip(tokens, scores, types):
-        if kind in (_CONTROL, _UNKNOWN, _BYTE):
-            continue
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocabulary and right in vocabulary:
-                ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
-    ranked.sort()
+    # Better pieces first; pieces of equal score as they stand in the file.
+    order = np.argsort(-np.asarray(fields["tokenizer.ggml.scores"], np.float32), kind="stable").tolist()
+    merges = [
+        pair for i in order if types[i] not in (_CONTROL, _UNKNOWN, _BYTE) for pair in _pairs(tokens[i], vocabulary)
+    ]
     unknown = fields.get("tokenizer.ggml.unknown_token_id")
     model = BPE(
         vocabulary,
-        [(left, right) for *_, left, right in ranked],
+        merges,
         byte_fallback=_BYTE in types,
         fuse_unk=True,
         unk_token=tokens[unknown] if unknown is not None else None,
@@ -114,3 +110,17 @@ def _sentencepiece(path: Path, fields: dict[str, Any]) -> Tokenizer:
     backend.normalizer = normalizers.Sequence(steps)
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
+
+
+def _pairs(token: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The ways to make a token of two others, in the order of their ids."""
+    found = []
+    for cut in range(1, len(token)):
+        left = token[:cut]
+        if left in vocabulary:
+            right = token[cut:]
+            if right in vocabulary:
+                found.append((vocabulary[left], vocabulary[right], left, right))
+    if len(found) > 1:
+        found.sort()
+    return [pair[2:] for pair in found]

@@ -14,7 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.chat_template import END_MARK, ChatTemplate, guard_messages
+from jaxserve.chat_template import END_MARK, ChatTemplate, guard_conversation
+from jaxserve.control_tokens import ControlTokens
 from jaxserve.gguf_tokenizer import backend_from_gguf, metadata_from_gguf
 from jaxserve.models.special_tokens import gguf_end_token_ids, hf_end_token_ids, read_json, token_text
 
@@ -34,21 +35,28 @@ class Tokenizer:
         strip_leading_space: bool = False,
         suffix_ids: Sequence[int] = (),
     ) -> None:
-        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        # A token that ends a text is a control token even where the file forgot to say so.
+        forgotten = [added[i] for i in eos_token_ids if i in added and not added[i].special]
+        for token in forgotten:
+            token.special = True
+        if forgotten:
+            backend.add_special_tokens(forgotten)
         # Control tokens are cut out of template text below; here their spelling is text like any other.
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
+        self._backend = backend
+        self._backend_inside = _without_first_space(backend)
         self.vocab_size = vocab_size
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._special = {added[i].content: i for i in self.special_ids}
+        self._control = ControlTokens(
+            {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        )
+        self.special_ids = frozenset(self._control.id_of.values())
         self.bos_token_id = bos_token_id
         self.eos_token_ids = list(eos_token_ids)
         self.strip_leading_space = strip_leading_space
         self._prefix, self._suffix = list(prefix_ids), list(suffix_ids)
-        spellings = sorted(self._special, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._template_texts = templates
         self._templates: dict[str, ChatTemplate] = {}
         self._bytes = _token_bytes(backend, vocab_size)
@@ -56,7 +64,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`. add_special_tokens: with the begin token, if the model wants one.
 
-        allow_special: control tokens spelled out in the text become those tokens.
+        allow_special: control tokens spelled out in the text become those tokens. Raises ValueError for text that is
+        not valid Unicode (a lone surrogate).
         """
         ids = self._encode_with_specials(text) if allow_special else self._encode_plain(text)
         if not add_special_tokens:
@@ -113,14 +122,16 @@ class Tokenizer:
         """The template's text and the guard: a character that splits control tokens spelled out in messages."""
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message: got true with add_generation_prompt true; allowed: one of them")
-        guarded, guard = guard_messages(messages, self._special_pattern, mark_end=continue_final_message)
+        guarded, guard = guard_conversation(
+            messages, tools, template_kwargs, self._control, mark_end=continue_final_message
+        )
         text = self._template("tool_use" if tools else "default").render(
-            guarded,
-            tools=tools,
+            guarded.messages,
+            tools=guarded.tools,
             add_generation_prompt=add_generation_prompt,
             bos_token=self._spelling(self.bos_token_id),
             eos_token=self._spelling(self.eos_token_ids[0] if self.eos_token_ids else None),
-            extra=template_kwargs,
+            extra=guarded.extra,
         )
         if continue_final_message:
             if END_MARK not in text:
@@ -142,17 +153,24 @@ class Tokenizer:
     def _spelling(self, token_id: int | None) -> str:
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+    def _encode_plain(self, text: str, *, is_first: bool = True) -> list[int]:
+        if not text:
+            return []
+        try:
+            return (self._backend if is_first else self._backend_inside).encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text: got the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
+                "allowed: valid Unicode"
+            ) from None
 
     def _encode_with_specials(self, text: str, guard: str = "") -> list[int]:
         ids: list[int] = []
-        position = 0
-        for match in self._special_pattern.finditer(text) if self._special_pattern else ():
-            ids += self._encode_plain(_unguarded(text[position : match.start()], guard))
-            ids.append(self._special[match.group()])
-            position = match.end()
-        return ids + self._encode_plain(_unguarded(text[position:], guard))
+        for piece, control_id in self._control.split(text):
+            ids += self._encode_plain(piece.replace(guard, "") if guard else piece, is_first=not ids)
+            if control_id is not None:
+                ids.append(control_id)
+        return ids
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -226,10 +244,6 @@ def _token_id(backend: Backend, token: str | dict[str, Any] | None) -> int | Non
     return None if spelling is None else backend.token_to_id(spelling)
 
 
-def _unguarded(text: str, guard: str) -> str:
-    return text.replace(guard, "") if guard else text
-
-
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     """A pipeline of the tokenizers package as a flat list of its parts."""
     if not part:
@@ -238,8 +252,28 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [step for child in inner for step in _steps(child)] if inner is not None else [part]
 
 
+def _described(part: Any) -> list[dict[str, Any]]:
+    """The steps of a decoder or pre-tokenizer (None: no steps) as the tokenizers package writes them to files."""
+    # Its state for pickling is that text; the whole tokenizer's would hold every token and merge as well.
+    return [] if part is None else _steps(json.loads(part.__getstate__()))
+
+
+def _without_first_space(backend: Backend) -> Backend:
+    """For text behind a control token: the same tokenizer, but one that puts a space before the first word of a text
+    only does not do so."""
+    if not any(step.get("prepend_scheme") == "first" for step in _described(backend.pre_tokenizer)):
+        return backend
+    described = json.loads(backend.to_str())
+    for step in _steps(described["pre_tokenizer"]):
+        if step.get("prepend_scheme") == "first":
+            step["prepend_scheme"] = "never"
+    inside = Backend.from_str(json.dumps(described))
+    inside.encode_special_tokens = True
+    return inside
+
+
 def _strips_leading_space(backend: Backend) -> bool:
-    decoders = _steps(json.loads(backend.to_str()).get("decoder"))
+    decoders = _described(backend.decoder)
     return any(d["type"] == "Strip" and d.get("start") for d in decoders) or any(
         d["type"] == "Metaspace" and d.get("prepend_scheme", "always") != "never" for d in decoders
     )
@@ -256,7 +290,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _token_bytes(backend: Backend, vocab_size: int) -> list[bytes]:
     """What every id adds to the text, by the decoder's own kind (byte-level, or sentencepiece with byte fallback)."""
-    decoders = {step["type"] for step in _steps(json.loads(backend.to_str()).get("decoder"))}
+    decoders = {step["type"] for step in _described(backend.decoder)}
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     table = [b""] * vocab_size
     alphabet = _byte_alphabet() if "ByteLevel" in decoders else {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,18 @@ from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.loading import load_config, load_model
 from paged_steps import PagedSteps
 
-from jaxserve.hub import ModelNotFound, ModelSource, resolve_model
+from jaxserve.hub import ModelSource
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CLOSE_CALL = 1e-4  # a gap between the two best logits below which rounding may choose
 MAX_LOGPROB_ERROR = 1e-3
 
 
-@functools.cache
-def find(name: str) -> ModelSource | str:
-    """The model, or why it is not there. The small one is fetched as `make serve` does."""
-    try:
-        return resolve_model(name, progress=False, offline=name != "smollm2-135m")
-    except ModelNotFound as error:
-        return str(error)
-
-
-def source_of(name: str) -> ModelSource:
-    found = find(name)
-    if isinstance(found, str):
-        pytest.skip(f"{found} (jaxserve pull {name})")
-    return found
-
-
 def references(name: str) -> list[dict[str, Any]]:
     return json.loads((FIXTURES / f"{name.replace('-', '_')}_greedy.json").read_text())["rows"]
 
 
-def steps_for(name: str, dtype: str) -> PagedSteps:
-    source = source_of(name)
+def steps_for(source: ModelSource, dtype: str) -> PagedSteps:
     options = RuntimeOptions(dtype=dtype, attention="cpu_ffi", matmul="cpu_ffi", page_size=16)
     model = load_model(source, load_config(source), options)
     return PagedSteps(model, num_tokens=64, num_rows=1, pages_per_row=20)
@@ -58,10 +41,10 @@ def log_probabilities(steps: PagedSteps, case: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_greedy_tokens_and_log_probabilities_in_float32(name: str) -> None:
+def test_greedy_tokens_and_log_probabilities_in_float32(name: str, packaged: Callable[[str], ModelSource]) -> None:
     """Given the reference's tokens so far, the best token is the reference's next one: by induction the greedy
     continuation is the same."""
-    steps = steps_for(name, "float32")
+    steps = steps_for(packaged(name), "float32")
     worst, num_split = 0.0, 0
     for case in references(name):
         found = log_probabilities(steps, case)
@@ -76,11 +59,11 @@ def test_greedy_tokens_and_log_probabilities_in_float32(name: str) -> None:
     assert worst <= MAX_LOGPROB_ERROR
 
 
-def test_bfloat16_weights_change_little() -> None:
+def test_bfloat16_weights_change_little(packaged: Callable[[str], ModelSource]) -> None:
     """The default on CPU: mean KL divergence to float32 and agreement of the best token over all positions."""
     name = "smollm2-135m"
     divergences, agreements = [], []
-    exact, rounded = steps_for(name, "float32"), steps_for(name, "bfloat16")
+    exact, rounded = (steps_for(packaged(name), dtype) for dtype in ("float32", "bfloat16"))
     for case in references(name):
         p, q = log_probabilities(exact, case), log_probabilities(rounded, case)
         divergences.append((np.exp(p) * (p - q)).sum(axis=1))
