@@ -1,0 +1,68 @@
+"""The whole engine on real weights, against the transformers implementation (tests/fixtures/make_reference.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+
+ROWS = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_135m_greedy.json").read_text())["rows"]
+SHORT = [row for row in ROWS if len(row["prompt"]) <= 80]
+SPLIT_GAP = 1e-4
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: str) -> Iterator[LLM]:
+    """Float32, in a pool so small that requests preempt each other and prompts come in chunks."""
+    with LLM(
+        smollm2,
+        dtype="float32",
+        max_model_len=160,
+        max_num_rows=6,
+        max_step_tokens=24,
+        num_pages=24,
+        warmup=False,
+        progress=False,
+    ) as engine:
+        yield engine
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
+
+
+def compare(llm: LLM, rows: list[dict]) -> None:
+    outputs = llm.generate([row["prompt"] for row in rows], greedy(len(rows[0]["tokens"])))
+    for row, output in zip(rows, outputs, strict=True):
+        for n, (expected, token) in enumerate(zip(row["tokens"], output.token_ids, strict=True)):
+            if expected != token:
+                assert row["gaps"][n] < SPLIT_GAP, f"token {n}: {token}, transformers has {expected}"
+                break
+            assert abs(output.logprobs[n].logprob - row["logprobs"][n]) <= 1e-3
+
+
+def test_tokens_equal_transformers_in_batches_chunks_and_after_preemption(llm: LLM) -> None:
+    compare(llm, SHORT[:8])
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_pages_held == 0
+
+
+def test_tokens_equal_transformers_behind_a_cached_prefix(llm: LLM) -> None:
+    longest = max(SHORT, key=lambda row: len(row["prompt"]))
+    compare(llm, [longest])
+    before = llm.stats().num_cached_tokens
+    compare(llm, [longest])
+    assert llm.stats().num_cached_tokens - before == (len(longest["prompt"]) - 1) // 16 * 16
+
+
+def test_continuations_of_one_prompt_differ_by_seed_alone(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, temperature=1.0, max_tokens=12)
+    first, second = (llm.generate(SHORT[0]["prompt"], params)[0] for _ in range(2))
+    texts = [completion.token_ids for completion in first.outputs]
+    assert texts == [completion.token_ids for completion in second.outputs]
+    assert len({tuple(text) for text in texts}) > 1

@@ -1,0 +1,112 @@
+"""`jaxserve serve` on the real model, used by OpenAI's own client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import BadRequestError, OpenAI
+
+START_S = 240
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "jaxserve.cli", "serve", smollm2, "--port", str(port)]
+    command += ["--served-model-name", "smollm2", "--max-num-rows", "4", "--max-step-tokens", "32"]
+    command += ["--max-model-len", "512"]
+    process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert process.poll() is None, "the server ended while it started"
+            assert time.monotonic() < deadline, f"not ready after {START_S} s"
+            try:
+                if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.3)
+        yield url, process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[str, subprocess.Popen]) -> OpenAI:
+    return OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+
+
+CHAT = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": "What is the capital of France? Answer in one word."}],
+    "temperature": 0,
+    "max_tokens": 24,
+}
+
+
+def test_a_chat_streams_the_text_of_the_plain_answer(client: OpenAI) -> None:
+    plain = client.chat.completions.create(**CHAT)
+    chunks = list(client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert text == plain.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+    # The same prompt again: whole pages of it come from the cache.
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == (plain.usage.prompt_tokens - 1) // 16 * 16
+
+
+def test_log_probabilities_of_output_and_prompt(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model="smollm2", prompt="The capital of France is", max_tokens=4, temperature=0, logprobs=3, echo=True
+    )
+    scores = answer.choices[0].logprobs
+    assert "".join(scores.tokens) == answer.choices[0].text
+    assert scores.token_logprobs[0] is None
+    assert all(value <= 0 for value in scores.token_logprobs[1:])
+
+
+def test_bad_requests_name_the_field_and_the_engine_goes_on(client: OpenAI) -> None:
+    for fields, name in (
+        ({"temperature": -1}, "temperature"),
+        ({"n": 10_000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+    ):
+        with pytest.raises(BadRequestError) as error:
+            client.chat.completions.create(**{**CHAT, **fields})
+        assert name in str(error.value)
+    with pytest.raises(BadRequestError, match="512"):
+        client.completions.create(model="smollm2", prompt=[5] * 600)
+    assert client.chat.completions.create(**CHAT).choices[0].message.content
+
+
+def test_nothing_was_compiled_after_warm_up_and_sigterm_ends_cleanly(
+    server: tuple[str, subprocess.Popen], client: OpenAI
+) -> None:
+    client.completions.create(
+        model="smollm2", prompt="One", max_tokens=6, n=2, temperature=0.7, top_p=0.9, seed=1, presence_penalty=0.5
+    )
+    url, process = server
+    time.sleep(1.5)  # the engine reports once a second
+    metrics = httpx.get(f"{url}/metrics").text
+    found = re.search(r"^jaxserve\w*compiles_after_warmup\w*(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
+    assert found is not None
+    assert float(found.group(1)) == 0
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
