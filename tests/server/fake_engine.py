@@ -84,7 +84,7 @@ class FakeEngine:
 
     def run(self) -> None:
         self.socket.send(encode(EngineReady(self.model())))
-        while self.running or not self.is_stopping:
+        while (self.running or not self.is_stopping) and os.getppid() == int(self.options.parent):
             self.socket.poll(0 if self.running else int(HEARTBEAT_S * 1000))
             self.receive()
             outputs = [output for writer in self.running[: self.options.rows] for output in self.step(writer)]

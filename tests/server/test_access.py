@@ -36,7 +36,7 @@ def test_every_route_wants_a_key(locked: Live) -> None:
         ("post", "/flush_cache"),
     }
     routes |= {("post", "/health"), ("get", "/web/chat.js/x"), ("get", "/nowhere"), ("get", "/HEALTH")}
-    wrong = ({}, bearer("wrong"), bearer(""), {"Authorization": KEYS[0]}, {"Authorization": f"Basic {KEYS[0]}"})
+    wrong = ({}, bearer("wrong"), bearer("-"), {"Authorization": KEYS[0]}, {"Authorization": f"Basic {KEYS[0]}"})
     for method, path in sorted(routes):
         if path in OPEN:
             continue

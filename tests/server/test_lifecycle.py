@@ -27,7 +27,7 @@ def drop(live: Live, body: dict, *, chunks: int = 0) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         if chunks:
             for _ in range(chunks):
@@ -155,8 +155,11 @@ def interrupted_streams(live: Live, count: int = 4) -> Iterator[list[Events]]:
     results: list[Events] = []
     plain: list[httpx.Response] = []
 
+    started = threading.Semaphore(0)
+
     def stream() -> None:
         with live.http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
+            started.release()  # the head comes with the first token
             results.append(Events(b"".join(response.iter_bytes())))
 
     def whole() -> None:
@@ -165,6 +168,7 @@ def interrupted_streams(live: Live, count: int = 4) -> Iterator[list[Events]]:
     threads = [threading.Thread(target=work) for work in (stream, whole) for _ in range(count)]
     for thread in threads:
         thread.start()
+    assert all(started.acquire(timeout=10) for _ in range(count))
     wait_for(lambda: live.state.client.num_in_flight == 2 * count)
     yield results
     for thread in threads:
@@ -317,7 +321,8 @@ def test_a_second_signal_ends_at_once(toy_tokenizer: Path, tmp_path: Path) -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(3) == 128 + signal.SIGTERM
         connection.close()
-    os.kill(int(starts.read_text()), signal.SIGKILL)  # the fake engine does not watch its parent
+    engine = int(starts.read_text())
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def test_sockets_are_private_and_removed(toy_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
