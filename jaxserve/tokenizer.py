@@ -156,12 +156,15 @@ class Tokenizer:
     def _encode_plain(self, text: str, *, is_first: bool = True) -> list[int]:
         if not text:
             return []
+        backend = self._backend if is_first else self._backend_inside
         try:
-            return (self._backend if is_first else self._backend_inside).encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
+            return backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):  # the package says no more than that it wants a string
+            at = next((k for k, character in enumerate(text) if 0xD800 <= ord(character) < 0xE000), None)
+            if at is None:
+                raise
             raise ValueError(
-                f"text: got the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; "
-                "allowed: valid Unicode"
+                f"text: got the lone surrogate U+{ord(text[at]):04X} at character {at}; allowed: valid Unicode"
             ) from None
 
     def _encode_with_specials(self, text: str, guard: str = "") -> list[int]:
