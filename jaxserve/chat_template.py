@@ -67,7 +67,7 @@ class ChatTemplate:
             return self._template.render(values)
         except jinja2.TemplateError as error:
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             # The template stumbled over the shape of a message, which only the client can mend.
             raise ValueError(f"messages: the model's chat template cannot print them: {error}") from None
 

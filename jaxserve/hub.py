@@ -89,11 +89,11 @@ def resolve_model(
     name: one of known_models(), a Hugging Face id ("owner/name"), a folder with safetensors or one GGUF file, or a
     .gguf file. Raises ModelNotFound.
     """
-    path = Path(name).expanduser()
-    if name in _PACKAGED and not path.exists():
+    path = _existing(name)
+    if name in _PACKAGED and path is None:
         folder = Path(cache_dir) if cache_dir else cache_folder() / "models"
         return ModelSource(name, "gguf", _packaged(name, folder, progress=progress, offline=offline))
-    if path.exists():
+    if path is not None:
         return _local(path)
     if _HF_ID.fullmatch(name) and ".." not in name:
         return ModelSource(name, *_from_hub(name, offline=offline))
@@ -101,6 +101,15 @@ def resolve_model(
         f"model: got {name!r}; allowed: {', '.join(_PACKAGED)}, a Hugging Face id (owner/name), an existing folder "
         "with safetensors, or an existing .gguf file"
     )
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of that name, if there is one."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL inside: no name of a file
+        return None
 
 
 def _local(path: Path) -> ModelSource:
