@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.cache.radix_tree import Handle
+from jaxserve.config import POLICIES
 from jaxserve.messages import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
 from jaxserve.request import Request, Status, TokenEvent
 from jaxserve.scheduler import policy as policies
@@ -58,6 +59,8 @@ class Scheduler:
         deterministic: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy: got {policy!r}; allowed: {', '.join(POLICIES)}")
         self.geometry = geometry
         self.policy = policy
         self.deterministic = deterministic

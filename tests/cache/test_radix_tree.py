@@ -168,13 +168,13 @@ def test_empty_namespaces_are_forgotten():
     tree = RadixTree(1)
     for i in range(100):
         handle = tree.match(f"salt {i}", array([1, 2]))
-        if i % 2:
+        if i % 4 == 1:  # the others only look
             tree.lock(handle)
             tree.unlock(handle)
-        else:
+        elif i % 4 == 2:
             tree.insert(handle, array([1, 2]), array([2 * i + 1, 2 * i + 2]))
-    assert tree.num_pages == 100
-    tree.evict(100)
+    assert tree.num_pages == 50
+    tree.evict(50)
     assert not tree._roots
 
 
