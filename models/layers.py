@@ -10,6 +10,7 @@ from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
 from jaxserve.pallas_kernels.matmul.api import linear
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize
 
 
 class Linear(nnx.Module):
@@ -62,7 +63,12 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """token_ids [T] -> [T, hidden] float32."""
-        x = self.table.get_value()[token_ids].astype(jnp.float32)
+        table = self.table.get_value()
+        if isinstance(table, QuantizedWeight):
+            rows = QuantizedWeight(table.codes[token_ids], table.kind, (token_ids.shape[0], table.shape[1]))
+            x = dequantize(rows)
+        else:
+            x = table[token_ids].astype(jnp.float32)
         return x if self.scale == 1.0 else x * self.scale
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -22,8 +22,8 @@ class Parameters(Protocol):
         """[sum(rows), columns] ([out, in]) in the compute dtype, or quantised as stored."""
         ...
 
-    def table(self, slot: str, rows: int, columns: int) -> jax.Array:
-        """[rows, columns] in the compute dtype: a matrix whose rows are also looked up."""
+    def table(self, slot: str, rows: int, columns: int) -> WeightValue:
+        """[rows, columns], as matrix(): a matrix whose rows are also looked up."""
         ...
 
     def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.Array:

@@ -27,6 +27,7 @@ class PagedSteps:
     mixes the sequences; unused pages hold NaN, so that reading one shows."""
 
     def __init__(self, model: Decoder, *, num_tokens: int = 48, num_rows: int = 6, pages_per_row: int = 8) -> None:
+        self.model = model
         self.size, self.rows, self.pages_per_row = num_tokens, num_rows, pages_per_row
         options = model.options
         self.page_size = options.page_size
