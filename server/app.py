@@ -112,9 +112,8 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     )
     address = _address(listener)
     print(f"jaxserve: {app.state.server.model_name} on {address} (loading; /ready tells when)", file=sys.stderr)
-    with listener:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_HttpServer(uvicorn_config, app).serve(sockets=[listener]))
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_HttpServer(uvicorn_config, app).serve(sockets=[listener]))
     failure = app.state.server.supervisor.failure
     if failure is not None:
         print(f"jaxserve: {failure}", file=sys.stderr)
