@@ -90,7 +90,8 @@ function codeBlock(part) {
 }
 
 function plainText(part) {
-  const trimmed = part.replace(/^\n+|\n+$/g, "");
+  // Around code blocks, and where an answer begins, white space is layout.
+  const trimmed = part.replace(/^\s*\n|^ +|\s+$/g, "");
   if (!trimmed) return null;
   const block = document.createElement("div");
   block.className = "text";
@@ -115,7 +116,7 @@ function addMessage(role, text) {
   render(body, text);
   element.append(body);
   $("log").append(element);
-  return { element, body, facts: null };
+  return { element, body, facts: null, question: null };
 }
 
 function showFacts(message, facts) {
@@ -271,9 +272,11 @@ async function errorOf(response) {
 }
 
 async function ask(text) {
+  for (const element of document.querySelectorAll(".failed")) element.remove();
   history.push({ role: "user", content: text });
-  addMessage("user", text);
+  const question = addMessage("user", text);
   const message = addMessage("assistant", "");
+  message.question = question;
   message.element.classList.add("running");
   scrollToEnd();
   const answer = new Answer(message);
@@ -307,6 +310,8 @@ function finish(message, answer, failure) {
     // Without an answer the question goes back into the box, so that roles keep alternating.
     const question = history.pop();
     if (!$("input").value) $("input").value = question.content;
+    message.element.classList.add("failed");
+    message.question.element.classList.add("failed");
   }
   save(sessionStorage, STORE + ".history", history);
   running = null;

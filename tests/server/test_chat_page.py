@@ -168,8 +168,8 @@ def test_stop(browser: Any, page_server: Live) -> None:
 def test_text_is_never_markup(browser: Any, page_server: Live) -> None:
     page = Page(browser, page_server)
     title = browser.title
-    script = "const body = addMessage('assistant', arguments[0] + '\\n```html\\n' + arguments[0] + '\\n```\\nand `<i>`').body; return body.textContent"
-    text = browser.execute_script(script, HTML)
+    said = f"{HTML}\n```html\n{HTML}\n```\nand `<i>`"
+    text = browser.execute_script("return addMessage('assistant', arguments[0]).body.textContent", said)
     assert text.count(HTML) == 2 and "<i>" in text
     assert browser.find_elements(By.CSS_SELECTOR, ".message img, .message b, .message i") == []
     assert len(browser.find_elements(By.CSS_SELECTOR, ".message pre code")) == 1
@@ -185,6 +185,9 @@ def test_errors_are_shown(browser: Any, page_server: Live) -> None:
     wait_for(lambda: page.facts() and "max_tokens" in page.facts()[0])
     assert page.element("input").get_attribute("value") == "Too much", "the question is not lost"
     page.screenshot("error")
+    page.set("max-tokens", 5)
+    page.ask("")
+    assert len(page.answers()) == 1 and page.answers()[0] and "max_tokens" not in page.facts()[0]
     browser.get_log("browser")  # the refusal itself is in the log
 
 
