@@ -161,8 +161,9 @@ def test_stop(browser: Any, page_server: Live) -> None:
     wait_for(lambda: not page.is_busy(), 3)
     wait_for(lambda: page_server.state.client.num_in_flight == 0, 3)
     assert "stopped" in page.facts()[0] and page.answers()[0]
+    page.set("max-tokens", 5)
     page.ask("Again")
-    assert len(page.answers()) == 2
+    assert len(page.answers()) == 2 and "5 tokens" in page.facts()[1]
 
 
 def test_text_is_never_markup(browser: Any, page_server: Live) -> None:
