@@ -39,7 +39,7 @@ __all__ = ["EXIT_ADDRESS", "EXIT_ENGINE", "ServerSettings", "build_app", "run_se
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE, EXIT_ADDRESS = 1, 2
-_KEEP_ALIVE_S = 75  # longer than usual clients keep idle connections, so that they close first
+_KEEP_ALIVE_S = 20  # longer than usual clients keep idle connections (httpx 5, aiohttp 15), so that they close first
 _AFTER_DRAIN_S = 5  # for answers that say that the server is shutting down
 
 

@@ -183,7 +183,7 @@ def _ready(server: Server, http: Request) -> Response:
 
 
 def _metrics(server: Server, http: Request) -> Response:
-    return Response(server.client.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(server.client.current_metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _version(server: Server, http: Request) -> Response:

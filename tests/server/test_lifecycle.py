@@ -46,14 +46,12 @@ def slow(toy_tokenizer: Path) -> Iterator[Live]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_work_ends_when_the_client_leaves(slow: Live, stream: bool) -> None:
-    aborted = slow.state.client.metrics
     for _ in range(3):
         drop(slow, {**LONG, "n": 2, "stream": stream}, chunks=2 if stream else 0)
         start = time.monotonic()
         wait_for(lambda: slow.state.client.num_in_flight == 0, 2)
         assert time.monotonic() - start < 1
-    assert aborted is slow.state.client.metrics
-    wait_for(lambda: slow.metric("vllm:num_requests_running") == 0)
+        assert slow.metric("vllm:num_requests_running") == 0, "at once, not with the next heartbeat"
     assert slow.complete(prompt="a", max_tokens=2)["choices"]
 
 
@@ -351,6 +349,7 @@ def test_unread_answers_are_dropped(toy_tokenizer: Path) -> None:
             )
             wait_for(lambda: live.state.client.num_in_flight == 1)
             wait_for(lambda: live.state.client.num_in_flight == 0, 20)
+            time.sleep(1.5)  # the engine may have been faster than the time-out
             connection.settimeout(20)
             received = b""
             while True:
