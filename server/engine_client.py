@@ -38,6 +38,9 @@ from jaxserve.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
 
+_MAX_METRICS_WAIT_S = 1.0  # heartbeats come at least once a second
+_METRICS_POLL_S = 0.02
+
 
 class EngineState(enum.Enum):
     STARTING = "starting"  # the first engine loads, compiles, or its tokenizer is being loaded
@@ -189,6 +192,7 @@ class EngineClient:
         self._max_in_flight = max_in_flight
         self._link: EngineLink | None = None
         self._stats: EngineStats | None = None  # of the last heartbeat
+        self._last_output = 0.0
         self._in_flight: dict[str, _Entry] = {}
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -205,9 +209,12 @@ class EngineClient:
         self.last_heartbeat = time.monotonic()
         return self._link
 
-    def current_metrics(self) -> bytes:
-        """Text for Prometheus. The engine's gauges are half a second old at worst; what has ended since then is known
-        here, so that an idle server never reports a running request."""
+    async def current_metrics(self) -> bytes:
+        """Text for Prometheus. The engine's figures are half a second old at worst. What has ended since then is
+        known here; and once nothing is left in flight, the heartbeat that counts all of it is waited for."""
+        end = time.monotonic() + _MAX_METRICS_WAIT_S
+        while self._is_uncounted and time.monotonic() < end:
+            await asyncio.sleep(_METRICS_POLL_S)
         stats = self._stats
         if stats is not None:
             num_open = sum(entry.num_open for entry in self._in_flight.values())
@@ -215,6 +222,10 @@ class EngineClient:
             num_waiting = min(stats.num_waiting, num_open - num_running)
             self.metrics.update(msgspec.structs.replace(stats, num_running=num_running, num_waiting=num_waiting))
         return self.metrics.render()
+
+    @property
+    def _is_uncounted(self) -> bool:
+        return self.is_attached and not self._in_flight and self._last_output > self.last_heartbeat
 
     @property
     def is_attached(self) -> bool:
@@ -304,6 +315,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, OutputBatch):
+            self._last_output = time.monotonic()
             for output in message.outputs:
                 self._hand_out(output)
         elif isinstance(message, Heartbeat):

@@ -44,6 +44,7 @@ _WEB_HEADERS = {
     "Cache-Control": "no-cache",
 }
 
+Answer = Callable[[Server, Request], Awaitable[Response]]
 Handler = Callable[[Server, Request, Any], Awaitable[Response]]
 
 
@@ -97,9 +98,9 @@ def _add_post(app: FastAPI, server: Server, path: str, kind: type[msgspec.Struct
     app.add_api_route(path, endpoint, methods=["POST"], response_class=Response, **describe(path))
 
 
-def _add_get(app: FastAPI, server: Server, path: str, answer: Callable[[Server, Request], Response]) -> None:
+def _add_get(app: FastAPI, server: Server, path: str, answer: Answer) -> None:
     async def endpoint(http: Request) -> Response:
-        return answer(server, http)
+        return await answer(server, http)
 
     app.add_api_route(path, endpoint, methods=["GET"], response_class=Response, **describe(path))
 
@@ -150,11 +151,11 @@ def _card(server: Server) -> schemas.ModelCard:
     )
 
 
-def _models(server: Server, http: Request) -> Response:
+async def _models(server: Server, http: Request) -> Response:
     return json_response(schemas.ModelList(data=[_card(server)]))
 
 
-def _model(server: Server, http: Request) -> Response:
+async def _model(server: Server, http: Request) -> Response:
     name = http.path_params["model_id"]
     if name != server.model_name:
         raise ApiError(
@@ -164,7 +165,7 @@ def _model(server: Server, http: Request) -> Response:
     return json_response(_card(server))
 
 
-def _health(server: Server, http: Request) -> Response:
+async def _health(server: Server, http: Request) -> Response:
     """Liveness: whether a restart of the whole server would help. One of the engine alone is under way or coming."""
     client = server.client
     if client.state is EngineState.FAILED:
@@ -175,18 +176,18 @@ def _health(server: Server, http: Request) -> Response:
     return json_response(schemas.Status(status=client.state.value))
 
 
-def _ready(server: Server, http: Request) -> Response:
+async def _ready(server: Server, http: Request) -> Response:
     state = server.client.state
     if state is EngineState.READY:
         return json_response(schemas.Status(status=state.value))
     return json_response(schemas.Status(status=state.value), 503, {"Retry-After": "5"})
 
 
-def _metrics(server: Server, http: Request) -> Response:
-    return Response(server.client.current_metrics(), headers={"Content-Type": CONTENT_TYPE})
+async def _metrics(server: Server, http: Request) -> Response:
+    return Response(await server.client.current_metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _version(server: Server, http: Request) -> Response:
+async def _version(server: Server, http: Request) -> Response:
     return json_response(schemas.Version(version=jaxserve.__version__))
 
 
