@@ -23,7 +23,8 @@ BODIES: dict[str, dict] = {
 }  # fmt: skip
 STRANGE = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**40, 0.5, -0.0, 1e308, 5e-324, "", " ",
-    "a" * 3000, "\x00", "\ufffe\uffff", "🙂", [], [[]], [[[]]], [None], [1, "a"], {}, {"": 0}, {"type": "text"}, {"a": {"a": {"a": 1}}},
+    "a" * 3000, "\x00", "\ufffe\uffff",
+    "🙂", [], [[]], [[[]]], [None], [1, "a"], {}, {"": 0}, {"type": "text"}, {"a": {"a": {"a": 1}}},
 ]  # fmt: skip
 PIECES = [
     b'"',
