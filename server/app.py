@@ -145,6 +145,7 @@ class _HttpServer(uvicorn.Server):
     def _on_signal(self, number: int) -> None:
         if self.should_exit:
             # The engine ends by itself when its parent is gone.
+            self._server.supervisor.remove_sockets()
             os._exit(128 + number)
         logger.info("%s: finishing %d prompts", signal.Signals(number).name, self._server.client.num_in_flight)
         self._server.client.state = EngineState.STOPPING

@@ -63,6 +63,7 @@ class Supervisor(Generic[Loaded]):
         self._stopping = asyncio.Event()
         self._broken = asyncio.Event()  # this engine cannot go on (it said so, or does not answer)
         self._loading: asyncio.Task[None] | None = None
+        self._folder: Path | None = None
         client.on_ready = self._on_ready
         client.on_failed = self._on_failed
 
@@ -70,9 +71,14 @@ class Supervisor(Generic[Loaded]):
         """Let run() shut the engine down and return."""
         self._stopping.set()
 
+    def remove_sockets(self) -> None:
+        """What run() leaves behind if the process ends without waiting for it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     async def run(self) -> None:
         """Returns after stop(), or with `failure` set and the client's state FAILED."""
-        folder = make_private_folder()
+        self._folder = folder = make_private_folder()
         context = zmq.Context()
         try:
             number = 0
@@ -86,7 +92,7 @@ class Supervisor(Generic[Loaded]):
             self._give_up(f"the engine cannot be supervised: {type(error).__name__}")
         finally:
             context.destroy(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
+            self.remove_sockets()
 
     async def _run_engine(self, context: zmq.Context, path: Path) -> str:
         """One engine from start to end; returns why it ended."""

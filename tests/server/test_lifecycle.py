@@ -304,7 +304,10 @@ def test_after_the_drain_the_rest_is_told(toy_tokenizer: Path) -> None:
         assert process.wait(5) == 0
 
 
-def test_a_second_signal_ends_at_once(toy_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(toy_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv("TMPDIR", str(sockets))
     starts = tmp_path / "starts"
     command = list(engine_command(toy_tokenizer, step=0.05, starts=starts))
     with server_process({"engine_command": command}) as (process, live):
@@ -318,6 +321,7 @@ def test_a_second_signal_ends_at_once(toy_tokenizer: Path, tmp_path: Path) -> No
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(3) == 128 + signal.SIGTERM
+        assert list(sockets.iterdir()) == []
         connection.close()
     engine = int(starts.read_text())
     wait_for(lambda: not Path(f"/proc/{engine}").exists())
