@@ -64,7 +64,7 @@ def serve(
     settings = ServerSettings(
         host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name
     )  # fmt: skip
-    run_server(config, settings)
+    raise typer.Exit(run_server(config, settings))
 
 
 @app.command()

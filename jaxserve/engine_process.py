@@ -77,8 +77,17 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _print_progress(what: str, done: int, total: int) -> None:
-    print(f"jaxserve engine: {what} {done}/{total}", file=sys.stderr, flush=True)
+class _PrintProgress:
+    """One line on stderr for each tenth of a stage: this goes to a log, not to a terminal's bar."""
+
+    def __init__(self) -> None:
+        self._last = ("", -1)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        step = (what, 10 * done // max(total, 1))
+        if step != self._last:
+            self._last = step
+            print(f"jaxserve engine: {what} {10 * step[1]} %", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -105,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, open_socket(context, options.socket, bind=False) as socket:
         try:
-            engine = build_engine(config, _print_progress)
+            engine = build_engine(config, _PrintProgress())
         except Exception as error:
             logger.exception("the engine could not be started")
             socket.send(encode(EngineFailed(f"{type(error).__name__}: {error}")))
