@@ -245,3 +245,20 @@ def test_random_sequences(data: st.DataObject):
     check_tokens(*requests)
     steps.scheduler.flush_cache()
     assert steps.scheduler.stats().num_pages_free == num_pages - 1
+
+
+def test_restarted_rows_count_against_the_step():
+    """With all but its last token in the cache a preempted request comes back as a row that decodes."""
+    steps = Steps(geometry(num_pages=2000, page_size=1, max_step_tokens=8))
+    group = [steps.add_one(prompt_of(3, first), 30) for first in range(7)]
+    while any(not request.output_ids for request in group):
+        steps.step()
+    steps.add_one(prompt_of(200, 50), 2, prompt_logprobs=0)  # takes part of each step, and leaves four samples
+    steps.step()
+    for request in group[1:]:
+        steps.scheduler._preempt(steps.scheduler._sequences[request.number])
+    decision = steps.step()  # the simulated runner refuses more tokens or samples than fit
+    assert decision is not None
+    assert decision.num_tokens == 8 and decision.num_decodes > 1
+    steps.run()
+    check_tokens(*group)

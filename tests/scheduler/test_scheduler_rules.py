@@ -313,3 +313,27 @@ def test_deterministic_caches_only_what_prefill_has_computed():
     turn = steps.add_one(np.concatenate((first.prompt, np.array(first.output_ids, np.int32))), 2)
     steps.run()
     assert turn.num_cached_tokens == 8
+
+
+def test_deterministic_continuations_have_their_pages_reserved():
+    steps = Steps(geometry(num_pages=12), depth=2, deterministic=True)
+    group = steps.add(prompt_of(20), 20, n=3)
+    steps.run()
+    assert steps.scheduler.stats().num_preemptions == 0
+    assert all(len(request.output_ids) == 20 for request in group)
+    check_tokens(*group)
+
+
+def test_nobody_waits_for_pages_that_will_not_be_shared():
+    """What is scored although the cache has its beginning stays out of the tree until it ends."""
+    steps = Steps(geometry(num_pages=256), depth=2)
+    steps.add_one(prompt_of(8), 2)
+    steps.run()
+    scored = steps.add_one(prompt_of(150), 2, prompt_logprobs=0)
+    steps.step()
+    other = steps.add_one(prompt_of(60), 2)
+    while not other.is_finished:
+        steps.step()
+    assert not scored.output_ids
+    steps.run()
+    check_tokens(scored, other)
