@@ -90,7 +90,6 @@ class Engine:
             policy=config.policy,
             prefix_cache=config.prefix_cache,
             deterministic=config.deterministic,
-            clock=clock,
         )
         self._depth = 2 if config.overlap else 1
         geometry = runner.geometry

@@ -9,6 +9,8 @@ from jaxserve.scheduler.sequence import Sequence
 
 # Under "lpm" a request that others have overtaken this often goes first, whatever it shares: nobody starves.
 MAX_PASSED_OVER = 32
+# Under "priority" one admission after so many others goes to the request that has waited longest: no class starves.
+ADMISSIONS_PER_AGED = 16
 # Samples that a scored prompt leaves to others: it takes one per token, and would keep everybody else from starting.
 SAMPLES_LEFT_BY_SCORES = 4
 # Tokens by which every running request may grow before a newcomer could lose its pages to it.

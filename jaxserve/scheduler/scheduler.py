@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import time
-from collections.abc import Callable
 
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.cache.radix_tree import Handle
 from jaxserve.config import POLICIES
-from jaxserve.messages import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
+from jaxserve.messages import FINISH_ABORT
 from jaxserve.request import Request, Status, TokenEvent
 from jaxserve.scheduler import policy as policies
+from jaxserve.scheduler import results
 from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
+from jaxserve.scheduler.pages import PageKeeper
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
@@ -57,21 +57,21 @@ class Scheduler:
         policy: str = "fcfs",
         prefix_cache: bool = True,
         deterministic: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy: got {policy!r}; allowed: {', '.join(POLICIES)}")
         self.geometry = geometry
         self.policy = policy
         self.deterministic = deterministic
-        self.clock = clock
         self.cache = PrefixCache(geometry.num_pages, geometry.page_size, enabled=prefix_cache)
+        self._pages = PageKeeper(self.cache, geometry.page_size, deterministic=deterministic)
         self._sequences: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # last first: the next one to run stands at the end
         self._running: list[Sequence] = []  # in the order of their keys
         self._rows = list(range(geometry.max_num_rows - 1, -1, -1))
         self._children: dict[int, list[Sequence]] = {}  # parent's number -> forks that have not started
         self._num_added = 0
+        self._num_since_aged = 0  # admissions since the oldest waiting request went first, whatever its class
         self._num_steps = 0
         self._prefilled_last = False
         self._prompt_tokens = self._cached_tokens = self._prefill_tokens = self._preemptions = 0
@@ -155,18 +155,11 @@ class Scheduler:
             sequence = self._sequences.get(work.request_id)
             if sequence is None:
                 continue
-            request = sequence.request
-            params = request.params
-            asked = params.prompt_logprobs if work.is_score else params.logprobs
-            scores = _scores(result, i, asked) if asked is not None else (None, None, ())
-            if work.is_score:
-                events.append(TokenEvent(request, work.forced_token, work.position, *scores))
-                continue
-            sequence.append(tokens[i])
-            events.append(TokenEvent(request, tokens[i], 0, *scores))
-            reason, stop = _token_stop(sequence, tokens[i])
-            if reason is not None:
-                self._end(sequence, reason, stop)
+            events.append(results.take_token(sequence, work, result, i, tokens[i]))
+            if not work.is_score:
+                reason, stop = results.token_stop(sequence, tokens[i])
+                if reason is not None:
+                    self._end(sequence, reason, stop)
         return events
 
     def flush_cache(self) -> None:
@@ -225,7 +218,7 @@ class Scheduler:
         Returns how many of the tokens have room: fewer, or none, if only older requests hold what is missing.
         """
         while True:
-            if self._grow(sequence, size, plan):
+            if self._pages.grow(sequence, size, plan):
                 return size
             victim = self._running[-1]
             if victim is sequence:
@@ -234,38 +227,10 @@ class Scheduler:
             if not victim.is_prefilling and victim.may_grow:
                 plan.unreserve()
         while size > 1:
-            size = min(size - 1, self._room(sequence))
-            if size > 0 and self._grow(sequence, size, plan):
+            size = min(size - 1, self._pages.room(sequence))
+            if size > 0 and self._pages.grow(sequence, size, plan):
                 return size
         return 0
-
-    def _room(self, sequence: Sequence) -> int:
-        pages = sequence.num_pages + self.cache.num_available
-        return pages * self.geometry.page_size - sequence.num_computed
-
-    def _grow(self, sequence: Sequence, size: int, plan: StepPlan) -> bool:
-        """Make the pages of the next `size` tokens the sequence's own; False (nothing changed) if there are too few."""
-        page_size = self.geometry.page_size
-        start = sequence.num_computed
-        first = start // page_size
-        # The last of those that share a partly filled page writes in it, the others in copies.
-        shared = sequence.tail_is_shared and bool(self.cache.pool.references[sequence.pages[first]] > 1)
-        count = -(-(start + size) // page_size) - sequence.num_pages
-        if count + shared <= 0:
-            sequence.tail_is_shared = False
-            return True
-        pages = self.cache.allocate(count + shared)
-        if pages is None:
-            return False
-        if shared:
-            old = sequence.pages[first : first + 1].copy()
-            sequence.replace_page(first, int(pages[0]))
-            plan.copy_page(int(old[0]), int(pages[0]))
-            self.cache.pool.release(old)
-            pages = pages[1:]
-        sequence.tail_is_shared = False
-        sequence.add_pages(pages)
-        return True
 
     def _compute(self, sequence: Sequence, size: int, plan: StepPlan) -> None:
         """Put the next `size` tokens of a sequence, whose pages are there, into the step."""
@@ -273,25 +238,9 @@ class Scheduler:
         ends = plan.add_row(sequence, size)
         if not is_prefilling:
             return
-        self._insert(sequence, min(sequence.num_computed, sequence.num_prompt))
+        self._pages.insert(sequence, min(sequence.num_computed, sequence.num_prompt))
         if ends and sequence.length == sequence.num_prompt + 1:
             self._fork(sequence, plan)
-
-    def _insert(self, sequence: Sequence, end: int) -> None:
-        """Give the tree the full pages of the first `end` tokens, so that later requests (and rows) may use them."""
-        handle = sequence.handle
-        if not self.cache.enabled or handle is None or sequence.keeps_to_itself:
-            return
-        size = self.geometry.page_size
-        start, end = handle.num_tokens, end // size * size
-        if end <= start:
-            return
-        tokens, pages = sequence.tokens[start:end], sequence.pages[start // size : end // size]
-        longer = self.cache.extend(handle, tokens, pages)
-        if longer is None:
-            sequence.keeps_to_itself = True
-        else:
-            sequence.handle = longer
 
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """Start the other continuations of a prompt: they share its pages and sample from the same logits.
@@ -301,20 +250,11 @@ class Scheduler:
         children = self._children.pop(parent.request.number, ())
         if self.deterministic:
             return  # a fork has no pages reserved for its output: it is admitted like any request
-        num_pages = -(-parent.num_computed // self.geometry.page_size)
         for child in children:
             if child.request.is_finished or child.was_admitted or not self._rows or plan.free_samples < 1:
                 continue
             self._unwait(child)
-            handle = parent.handle
-            assert handle is not None
-            self.cache.tree.lock(handle)
-            pages = parent.pages[:num_pages]
-            self.cache.pool.share(pages)
-            child.start(self._rows.pop(), self._capacity(child), dataclasses.replace(handle, pages=pages))
-            child.handle = handle
-            child.num_computed = parent.num_computed
-            child.tail_is_shared = parent.tail_is_shared = parent.num_computed % self.geometry.page_size != 0
+            self._pages.share(parent, child, self._rows.pop())
             self._count_admission(child, 0)
             self._run(child)
             plan.add_fork(child)
@@ -324,11 +264,22 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         if not self._waiting or not self._rows or plan.free_tokens < 1:
             return
+        if self.policy == "priority" and self._num_since_aged >= policies.ADMISSIONS_PER_AGED:
+            self._promote_oldest()
         candidates = self._candidates()
         num_running = len(self._running)
         self._admit_in_order(candidates, plan)
         if self.policy == "lpm" and len(self._running) > num_running:
             policies.count_passed_over(candidates, [s for s in candidates if s.row >= 0])
+
+    def _promote_oldest(self) -> None:
+        """Let the request that arrived first go before all others that wait, for good: it is not thrown out again."""
+        self._num_since_aged = 0
+        oldest, first = min(self._waiting, key=_order), self._waiting[-1]
+        if oldest is not first:
+            self._unwait(oldest)
+            oldest.key = (first.key[0], oldest.order)
+            self._wait(oldest)
 
     def _admit_in_order(self, candidates: list[Sequence], plan: StepPlan) -> None:
         prefilling = [s for s in self._running if s.num_computed < s.num_prompt]
@@ -339,7 +290,7 @@ class Scheduler:
                 continue  # started as a fork in this very step
             if sequence.num_pending or self._waits_for_parent(sequence):
                 continue
-            handle = self.cache.match(sequence.request.namespace, sequence.tokens, self._match_limit(sequence))
+            handle = self._pages.match(sequence)
             if self._is_being_computed(sequence, handle.num_tokens, prefilling):
                 continue
             if not self._start(sequence, handle, plan):
@@ -351,13 +302,7 @@ class Scheduler:
         first = self._waiting[: -MAX_CANDIDATES - 1 : -1]
         if self.policy != "lpm":
             return first
-        return policies.by_longest_prefix(
-            first, lambda s: self.cache.match(s.request.namespace, s.tokens, self._match_limit(s)).num_tokens
-        )
-
-    def _match_limit(self, sequence: Sequence) -> int:
-        """At least the last token is computed; a scored prompt is computed where scores are missing."""
-        return sequence.num_scored - 1 if sequence.wants_scores else sequence.num_known - 1
+        return policies.by_longest_prefix(first, lambda s: self._pages.match(s).num_tokens)
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.request.parent
@@ -369,7 +314,7 @@ class Scheduler:
         if not self.cache.enabled:
             return False
         size = self.geometry.page_size
-        limit = self._match_limit(sequence)
+        limit = sequence.match_limit
         for other in prefilling:
             if other.keeps_to_itself or other.request.namespace != sequence.request.namespace:
                 continue
@@ -394,14 +339,15 @@ class Scheduler:
             self.cache.tree.unlock(handle)
             return False
         self._unwait(sequence)
-        sequence.start(self._rows.pop(), self._capacity(sequence), handle)
+        self._num_since_aged += 1
+        sequence.start(self._rows.pop(), self._pages.capacity(sequence), handle)
         if self.deterministic:
             pages = self.cache.allocate(need)
             assert pages is not None
             sequence.add_pages(pages)
         self._count_admission(sequence, handle.num_tokens)
         self._run(sequence)
-        if not self._grow(sequence, size, plan):
+        if not self._pages.grow(sequence, size, plan):
             raise RuntimeError(f"{self.cache.num_available} pages available, yet none for {size} tokens")
         if sequence.request.params.has_penalties:
             plan.reset_row(sequence)
@@ -420,9 +366,6 @@ class Scheduler:
         if parent is None:
             self._prompt_tokens += sequence.request.num_prompt_tokens
             self._cached_tokens += num_cached
-
-    def _capacity(self, sequence: Sequence) -> int:
-        return -(-sequence.request.max_total_tokens // self.geometry.page_size)
 
     # ------------------------------------------------------------------ changes of state
 
@@ -448,20 +391,7 @@ class Scheduler:
             heir.num_scored = sequence.num_scored  # the scores that are still missing are its business now
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give back row and pages; what is full, computed and known stays in the tree."""
-        valid = min(sequence.num_computed, sequence.num_known)
-        if self.deterministic:
-            # K/V of decoded tokens comes from another program than that of a prompt: it may differ in the last bit.
-            valid = min(valid, sequence.request.num_prompt_tokens)
-        handle, size = sequence.handle, self.geometry.page_size
-        assert handle is not None
-        start, end = handle.num_tokens, valid // size * size
-        if self.cache.enabled and end > start:
-            self.cache.deposit(handle, sequence.tokens[start:end], sequence.pages[start // size : end // size])
-        self.cache.pool.release(sequence.pages[: sequence.num_pages])
-        self.cache.tree.unlock(handle)
-        sequence.handle = None
-        sequence.num_pages = sequence.num_computed = 0
+        self._pages.give_back(sequence)
         self._rows.append(sequence.row)
         sequence.row = -1
         del self._running[bisect.bisect_left(self._running, sequence.key, key=_key)]
@@ -480,26 +410,9 @@ def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
 
 
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
 def _reverse_key(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.key[0], -sequence.key[1])
-
-
-def _token_stop(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
-    """Whether this newest token ends the request, and the stop token that did (None: end of sequence)."""
-    request = sequence.request
-    if token in sequence.stop_ids and sequence.num_known - sequence.num_prompt > request.params.min_tokens:
-        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
-        return FINISH_STOP, None if is_eos else token
-    if sequence.num_known >= request.max_total_tokens:
-        return FINISH_LENGTH, None
-    return None, None
-
-
-def _scores(result: StepResult, i: int, asked: int) -> tuple[float | None, int | None, tuple[tuple[int, float], ...]]:
-    if result.logprobs is None:
-        raise RuntimeError("log-probabilities were asked for and the runner returned none")
-    top: tuple[tuple[int, float], ...] = ()
-    if asked and result.top_ids is not None and result.top_logprobs is not None:
-        top = tuple(zip(result.top_ids[i][:asked].tolist(), result.top_logprobs[i][:asked].tolist()))
-    rank = int(result.ranks[i]) if result.ranks is not None else None
-    return float(result.logprobs[i]), rank, top

@@ -82,6 +82,11 @@ class Sequence:
         """Whether scores of its prompt have yet to be asked of the device."""
         return self.num_scored < self.num_prompt
 
+    @property
+    def match_limit(self) -> int:
+        """Tokens that may come from the cache: the last one is computed, and what has no score yet."""
+        return self.num_scored - 1 if self.wants_scores else self.num_known - 1
+
     def append(self, token: int) -> None:
         """A pending token became known."""
         self.tokens[self.num_known] = token

@@ -122,6 +122,16 @@ def test_priority_runs_lower_first_and_keeps_arrival_within_a_class():
     assert first_tokens(steps) == [1, 3, 2, 0, 4]
 
 
+def test_under_priority_a_low_class_is_not_passed_over_for_ever():
+    steps = Steps(geometry(max_num_rows=1, max_num_samples=1), policy="priority")
+    low = [steps.add_one(prompt_of(6, 10 + i), 1, priority=5) for i in range(2)]
+    for i in range(100):  # a high class that always waits
+        steps.add_one(prompt_of(6, 100 + i), 1)
+    steps.run()
+    order = first_tokens(steps)
+    assert [order.index(request.number) for request in low] == [16, 32]
+
+
 def test_priority_is_ignored_under_fcfs():
     steps = Steps(geometry(max_num_rows=1, max_num_samples=1))
     for priority in (2, 0, 1):

@@ -1,0 +1,41 @@
+"""What a step's result says of one request: its token, the scores asked for, whether it ends. No jax."""
+
+from __future__ import annotations
+
+from jaxserve.messages import FINISH_LENGTH, FINISH_STOP
+from jaxserve.request import TokenEvent
+from jaxserve.scheduler.decision import SampleWork, StepResult
+from jaxserve.scheduler.sequence import Sequence
+
+
+def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int, token: int) -> TokenEvent:
+    """The event of sample `i`; a sampled token becomes known to the sequence, a score does not change it."""
+    request = sequence.request
+    params = request.params
+    asked = params.prompt_logprobs if work.is_score else params.logprobs
+    scores = _scores(result, i, asked) if asked is not None else (None, None, ())
+    if work.is_score:
+        return TokenEvent(request, work.forced_token, work.position, *scores)
+    sequence.append(token)
+    return TokenEvent(request, token, 0, *scores)
+
+
+def token_stop(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+    """Whether this newest token ends the request, and the stop token that did (None: end of sequence)."""
+    request = sequence.request
+    if token in sequence.stop_ids and sequence.num_known - sequence.num_prompt > request.params.min_tokens:
+        is_eos = token in request.eos_token_ids and not request.params.ignore_eos
+        return FINISH_STOP, None if is_eos else token
+    if sequence.num_known >= request.max_total_tokens:
+        return FINISH_LENGTH, None
+    return None, None
+
+
+def _scores(result: StepResult, i: int, asked: int) -> tuple[float | None, int | None, tuple[tuple[int, float], ...]]:
+    if result.logprobs is None:
+        raise RuntimeError("log-probabilities were asked for and the runner returned none")
+    top: tuple[tuple[int, float], ...] = ()
+    if asked and result.top_ids is not None and result.top_logprobs is not None:
+        top = tuple(zip(result.top_ids[i][:asked].tolist(), result.top_logprobs[i][:asked].tolist()))
+    rank = int(result.ranks[i]) if result.ranks is not None else None
+    return float(result.logprobs[i]), rank, top
