@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 from jaxserve.server import schemas
+from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Job, Server, answer, make_job
 from jaxserve.server.options import chat_logprobs, chat_max_tokens, sampling_options
 from jaxserve.server.prompts import Prompt
 from jaxserve.server.protocol import ChatCompletionRequest
-from jaxserve.server.sse import DONE, chunk_head, usage_chunk
+from jaxserve.server.sse import DONE, chunk_head, event, usage_chunk
 from jaxserve.server.tokens import chat_scores, prompt_scores
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +21,22 @@ _encode = msgspec.json.encode
 
 async def chat(server: Server, http: Request, request: ChatCompletionRequest) -> Response:
     """Answer one request. Raises ApiError."""
+    job = await chat_job(server, http, request)
+    return await answer(
+        server,
+        http,
+        request,
+        job,
+        make_writer=lambda job, prompt_of: ChatChunks(request, job),
+        make_answer=lambda job, prompt_of, outputs: chat_completion(request, job, outputs),
+    )
+
+
+async def chat_job(
+    server: Server, http: Request, request: ChatCompletionRequest, *, id_prefix: str = "chatcmpl"
+) -> Job:
+    """Check a request and make it ready for the engine. Other dialects translate their requests into this one; their
+    answers are made from chat_completion() and ChatChunks. Raises ApiError."""
     loaded = server.model(request.model)
     options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
     chat_logprobs(request, options)
@@ -30,7 +47,7 @@ async def chat(server: Server, http: Request, request: ChatCompletionRequest) ->
         continue_final_message=request.continue_final_message,
         template_kwargs=request.chat_template_kwargs,
     )
-    job = make_job(
+    return make_job(
         server,
         http,
         request,
@@ -40,20 +57,13 @@ async def chat(server: Server, http: Request, request: ChatCompletionRequest) ->
         default_max_tokens=None,
         limit_name=limit_name,
         prompt_name="messages",
-        id_prefix="chatcmpl",
+        id_prefix=id_prefix,
         names={"logprobs": "top_logprobs", "max_tokens": limit_name},
     )
-    return await answer(
-        server,
-        http,
-        request,
-        job,
-        make_writer=lambda job, prompt_of: ChatChunks(request, job),
-        make_answer=lambda job, prompt_of, outputs: _whole(request, job, outputs),
-    )
 
 
-def _whole(request: ChatCompletionRequest, job: Job, outputs: list[RequestOutput]) -> schemas.ChatCompletion:
+def chat_completion(request: ChatCompletionRequest, job: Job, outputs: list[RequestOutput]) -> schemas.ChatCompletion:
+    """The whole answer."""
     usage = schemas.UsageCount(job.num_prompt_tokens)
     by_index: dict[int, list[RequestOutput]] = {}
     of_prompt: list[TokenLogprob | None] | None = None
@@ -122,6 +132,9 @@ class ChatChunks:
         if not self._with_usage:
             return DONE
         return usage_chunk(self._head, self._usage.usage()) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.encode())
 
     def _events(self, output: RequestOutput) -> bytes:
         self._usage.take(output)

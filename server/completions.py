@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 from jaxserve.server import schemas
+from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Job, Server, answer, make_job
 from jaxserve.server.options import DEFAULT_COMPLETION_TOKENS, completion_logprobs, sampling_options
 from jaxserve.server.prompts import TextOptions
 from jaxserve.server.protocol import CompletionRequest
-from jaxserve.server.sse import DONE, chunk_head, usage_chunk
+from jaxserve.server.sse import DONE, chunk_head, event, usage_chunk
 from jaxserve.server.tokens import CompletionScores, prompt_scores
 from starlette.requests import Request
 from starlette.responses import Response
@@ -164,6 +165,9 @@ class CompletionChunks:
         if not self._with_usage:
             return DONE
         return usage_chunk(self._head, self._usage.usage()) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return event(error.encode())
 
     def _chunk(self, output: RequestOutput) -> bytes:
         prompt = self._prompt_of[output.request_id]

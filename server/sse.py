@@ -41,6 +41,10 @@ class ChunkWriter(Protocol):
         """What follows the last output, [DONE] included."""
         ...
 
+    def fail(self, error: ApiError) -> bytes:
+        """The last event of a stream that broke."""
+        ...
+
 
 class Watch:
     """Notices that the client has gone, while its request is being answered.
@@ -133,7 +137,7 @@ class EventStream(Response):
                 error = internal_error()
             is_last = error is not None or submission.is_done
             if error is not None:
-                data += event(error.encode())
+                data += writer.fail(error)
             elif is_last:
                 data += writer.end()
             if data:
@@ -143,7 +147,7 @@ class EventStream(Response):
             try:
                 outputs = await submission.next()
             except ApiError as fault:
-                await stalls.write(send, event(fault.encode()), more=False)
+                await stalls.write(send, writer.fail(fault), more=False)
                 return
 
 
