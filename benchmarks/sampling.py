@@ -24,7 +24,7 @@ import numpy as np
 from jaxserve.runner import sampling, step
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.scheduler.decision import SampleWork
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -68,7 +68,9 @@ def programs(rows: int, vocab_size: int, spread: float) -> Iterator[tuple[str, C
     count = jax.jit(functools.partial(step.count, rows))
 
     def sample(staged: StagedSamples) -> Any:
-        given = logits if staged.mask is None else adjust(logits, staged.packed, counts, bias, staged.mask)
+        given = logits
+        if staged.mask is not None:
+            given = adjust(logits, staged.packed, counts, bias, staged.mask, last_token, staged.forbidden)
         tokens, table = (random_ if staged.is_random else greedy)(given, staged.packed, last_token)
         return tokens, table, count(counts, staged.packed, tokens) if staged.counts_tokens else None
 
@@ -78,7 +80,12 @@ def programs(rows: int, vocab_size: int, spread: float) -> Iterator[tuple[str, C
         samples = tuple(SampleWork(row, row, row, 17, row, 3, params) for row in range(rows))
         builder.adopt(samples)
         yield name, functools.partial(sample, builder.build(samples))
-    yield "logprobs", functools.partial(jax.jit(sampling.token_logprobs), logits, last_token)
+    yield (
+        "logprobs",
+        functools.partial(
+            jax.jit(sampling.token_logprobs), logits, last_token, np.zeros(rows * MAX_LOGPROB_TOKEN_IDS, np.int32)
+        ),
+    )
     yield "jnp.argmax, to compare", functools.partial(jax.jit(lambda x: jnp.argmax(x, axis=-1)), logits)
     yield "jnp.sort, to compare", functools.partial(jax.jit(lambda x: jnp.sort(x, axis=-1)), logits)
 

@@ -22,7 +22,8 @@ def _token_logprob(event: TokenEvent) -> TokenLogprob:
     if event.logprob is None or event.rank is None:
         raise RuntimeError(f"the log-probability of token {event.token_id} was asked for and not delivered")
     top = [(int(token), _finite(logprob)) for token, logprob in event.top]
-    return TokenLogprob(int(event.token_id), _finite(event.logprob), int(event.rank), top)
+    named = [(token, _finite(logprob)) for token, logprob in event.named]
+    return TokenLogprob(int(event.token_id), _finite(event.logprob), int(event.rank), top, named)
 
 
 class Group:
@@ -45,7 +46,8 @@ class Group:
     @property
     def has_prompt_scores(self) -> bool:
         scores = self.prompt_logprobs
-        return scores is not None and all(score is not None for score in scores[1:])
+        first = max(1, self.message.params.prompt_logprobs_start)
+        return scores is not None and all(score is not None for score in scores[first:])
 
 
 class Deadlines:

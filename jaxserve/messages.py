@@ -51,12 +51,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its log-probability, its rank (1 = best) and the best alternatives, best first."""
+    """One token with its log-probability, its rank (1 = best), the best alternatives, best first, and those that
+    logprob_token_ids named, in that order."""
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+    named: list[tuple[int, float]] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,7 +68,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids    tokens behind this output; all sampled tokens appear exactly once, in order. A token that ended
                  the text (eos, stop token) is included, a token sampled after the stop never is
     logprobs     one per token of token_ids, if asked for
-    prompt_logprobs   once, with the first output: one per prompt token, None for the first token
+    prompt_logprobs   once, with the first output: one per prompt token, None for the first token and for those
+                      before prompt_logprobs_start
     finish_reason     None while it runs; stop_reason: the stop string or stop token id, None for eos
     num_prompt_tokens, num_cached_tokens, num_output_tokens   totals so far
     error        with FINISH_ERROR: what went wrong, in the client's terms

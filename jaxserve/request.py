@@ -66,7 +66,8 @@ class TokenEvent:
 
     token_id       the new token (already appended to request.output_ids); for a prompt score: the prompt token
     prompt_index   >= 1: this is the score of prompt token `prompt_index`, not a new token
-    logprob, rank, top   if asked for; top is [(token id, logprob), ...] best first, exactly as many as asked
+    logprob, rank, top, named   if asked for; top is [(token id, logprob), ...] best first, exactly as many as asked;
+                         named those of logprob_token_ids
     The request's finish_reason is set when this was its last token.
     """
 
@@ -76,3 +77,4 @@ class TokenEvent:
     logprob: float | None = None
     rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
+    named: tuple[tuple[int, float], ...] = ()

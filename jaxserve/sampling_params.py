@@ -12,6 +12,9 @@ MAX_LOGIT_BIAS = 1024  # entries per request, staged in a fixed-shape array
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 64
 MAX_N = 128
+MAX_LOGPROB_TOKEN_IDS = 128  # ids whose log-probabilities a request may ask for beside the best ones
+MAX_BAD_WORDS = 64  # token sequences of two tokens and more; single tokens share the limit of MAX_LOGIT_BIAS
+MAX_BAD_WORD_TOKENS = 16
 
 
 class InvalidParameter(ValueError):
@@ -43,8 +46,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed                 None: the engine draws one. Draws depend on (seed, index of the continuation, position)
     stop, stop_token_ids strings / tokens that end the text; include_stop_str_in_output keeps them in it
     ignore_eos           go on after end-of-sequence tokens
+    bad_word_ids         token sequences that the output must not contain: the last token of one is not sampled where
+                         the output so far ends with the others
     logprobs             None: none; k: the chosen token's log-probability and those of the k best
     prompt_logprobs      the same for each prompt token after the first
+    prompt_logprobs_start  index of the first prompt token that is scored; the cached prefix before it is used
+    logprob_token_ids    tokens that are reported beside the best ones wherever log-probabilities are
     skip_special_tokens  leave control tokens out of the text
     """
 
@@ -65,8 +72,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -88,7 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _integer(name, value, 0, MAX_TOP_LOGPROBS)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1)
         self._check_lists()
+        self._check_bad_words()
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -100,6 +112,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidParameter(
+                "logprob_token_ids", f"{len(self.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_TOKEN_IDS}"
+            )
+        for token in self.logprob_token_ids:
+            _integer("logprob_token_ids", token, 0, 2**31 - 1)
         if self.logit_bias is not None:
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
                 raise InvalidParameter("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS}")
@@ -112,12 +130,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0, 2**31 - 1)
 
+    def _check_bad_words(self) -> None:
+        for words in self.bad_word_ids:
+            if not 1 <= len(words) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidParameter(
+                    "bad_word_ids", f"{len(words)} tokens", f"1 to {MAX_BAD_WORD_TOKENS} tokens each"
+                )
+            for token in words:
+                _integer("bad_word_ids", token, 0, 2**31 - 1)
+        singles = {words[0] for words in self.bad_word_ids if len(words) == 1}
+        num_longer = sum(len(words) > 1 for words in self.bad_word_ids)
+        if num_longer > MAX_BAD_WORDS or len(singles) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(
+                "bad_word_ids",
+                f"{len(self.bad_word_ids)} sequences",
+                f"at most {MAX_BAD_WORDS} of several tokens and {MAX_LOGIT_BIAS} of one",
+            )
+        if self.allowed_token_ids is not None and singles.issuperset(self.allowed_token_ids):
+            raise InvalidParameter("bad_word_ids", "every allowed token", "sequences that leave a token to sample")
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter when a token id lies outside [0, vocab_size)."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids),
+            ("bad_word_ids", [token for words in self.bad_word_ids for token in words]),
         ):
             for token in ids:
                 if not 0 <= token < vocab_size:
@@ -134,7 +173,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature, top-k, top-p and min-p shapes the distribution."""
-        return self.has_penalties or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        return (
+            self.has_penalties
+            or bool(self.logit_bias)
+            or bool(self.bad_word_ids)
+            or self.allowed_token_ids is not None
+            or self.min_tokens > 0
+        )
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

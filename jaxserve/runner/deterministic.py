@@ -134,7 +134,8 @@ class _Probe:
             samples = tuple(SampleWork(-1 - number, 0, 0, int(order[index]), 7, 0, params) for index in range(bucket))
             self.runner.samples.adopt(samples)
             outputs.append(self.runner.sample(self.runner.samples.build(samples), logits))
-        outputs.extend(self.runner.programs["logprobs", bucket](logits, outputs[1]))
+        ids = self.runner.samples.neutral(bucket).logprob_ids
+        outputs.extend(self.runner.programs["logprobs", bucket](logits, outputs[1], ids))
         return tuple(np.asarray(output) for output in outputs)
 
 

@@ -88,8 +88,8 @@ class StepRunner:
         if staged is not None:
             logits = self.head(staged.bucket, hidden)
             tokens = self.sample(staged, logits)
-            if staged.wants_logprobs:
-                logprobs = self.programs["logprobs", staged.bucket](logits, tokens)
+            if staged.logprob_ids is not None:
+                logprobs = self.programs["logprobs", staged.bucket](logits, tokens, staged.logprob_ids)
         return StepHandle(decision.step_id, len(decision.samples), hidden, tokens, logprobs, buffer)
 
     def collect(self, handle: StepHandle) -> StepResult:
@@ -102,8 +102,7 @@ class StepRunner:
             result = StepResult(handle.step_id, np.asarray(handle.tokens)[:count])
         else:
             tokens, found = jax.device_get((handle.tokens, handle.logprobs))
-            token, rank, top_ids, top = (part[:count] for part in found)
-            result = StepResult(handle.step_id, tokens[:count], token, rank, top_ids, top)
+            result = StepResult(handle.step_id, tokens[:count], *(part[:count] for part in found))
         # The step is over, so the device no longer reads its buffer.
         self._free_buffers.append(handle.buffer)
         return result
@@ -122,7 +121,9 @@ class StepRunner:
         """tokens [bucket], also written to the last-token table."""
         state, programs, bucket = self.state, self.programs, staged.bucket
         if staged.mask is not None:
-            logits = programs["adjust", bucket](logits, staged.packed, state.counts, state.bias, staged.mask)
+            logits = programs["adjust", bucket](
+                logits, staged.packed, state.counts, state.bias, staged.mask, state.last_token, staged.forbidden
+            )
         program = programs["random" if staged.is_random else "greedy", bucket]
         tokens, state.last_token = program(logits, staged.packed, state.last_token)
         if staged.counts_tokens:

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from jaxserve.runner.buckets import StepShapes
-from jaxserve.runner.sampling import SampleInputs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.runner.sampling import AFTER_ANY, AFTER_NONE, SampleInputs
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from jaxserve.scheduler.decision import RowReset, SampleWork
 
 # Words of one sample, in the order of the packed array [len(_FIELDS), S]. Floats lie there as their bits.
@@ -35,16 +35,18 @@ class StagedSamples:
     packed          [len(_FIELDS) * bucket] int32
     is_random       some row draws
     mask            [bucket * mask_words] int32 when some row changes its logits, else None
+    forbidden       [bucket * MAX_BAD_WORDS * 2] int32 with the mask: see sampling.adjust_logits
     counts_tokens   some row has penalties
-    wants_logprobs  some row reports them
+    logprob_ids     [bucket * MAX_LOGPROB_TOKEN_IDS] int32 when some row reports log-probabilities, else None
     """
 
     bucket: int
     packed: np.ndarray
     is_random: bool
     mask: np.ndarray | None
+    forbidden: np.ndarray | None
     counts_tokens: bool
-    wants_logprobs: bool
+    logprob_ids: np.ndarray | None
 
 
 def packed_size(num_samples: int) -> int:
@@ -142,8 +144,9 @@ class SampleBuilder:
             words.reshape(-1),
             is_random=bool(self._is_random[rows].any()),
             mask=self._mask(rows, is_held) if is_adjusted else None,
+            forbidden=_forbidden(samples, bucket) if is_adjusted else None,
             counts_tokens=bool(self._has_penalties[rows].any()),
-            wants_logprobs=wants,
+            logprob_ids=_logprob_ids(samples, bucket) if wants else None,
         )
 
     def neutral(self, bucket: int) -> StagedSamples:
@@ -152,7 +155,9 @@ class SampleBuilder:
         words = self._columns[:, rows]
         words[_AT["row"]] = rows
         mask = self._mask(rows, np.zeros(bucket, bool))
-        return StagedSamples(bucket, words.reshape(-1), True, mask, True, True)
+        return StagedSamples(
+            bucket, words.reshape(-1), True, mask, _forbidden((), bucket), True, _logprob_ids((), bucket)
+        )
 
     def counts_row(self, reset: RowReset) -> np.ndarray:
         """The device's token counts of a row as they start, [V] int16: see sampling.adjust_logits."""
@@ -208,13 +213,23 @@ class SampleBuilder:
             self._floats[_AT["repetition"], row] = params.repetition_penalty
         if params.logit_bias:
             self._columns[_AT["bias_row"], row] = row
-        if params.allowed_token_ids is not None:
-            owner.allowed = self._packed_mask(np.array(params.allowed_token_ids))
-            self._has_mask[row] = True
-        self._is_adjusted[row] = params.has_penalties or bool(params.logit_bias) or self._has_mask[row]
+        owner.allowed = self._allowed(params)
+        self._has_mask[row] = owner.allowed is not None
+        self._is_adjusted[row] = (
+            params.has_penalties or bool(params.logit_bias) or bool(params.bad_word_ids) or self._has_mask[row]
+        )
         if params.min_tokens > 0:
             owner.allowed_without_stops = self._without_stops(owner)
             self._min_tokens[row] = params.min_tokens
+
+    def _allowed(self, params: SamplingParams) -> np.ndarray | None:
+        """The row's mask: allowed ids without bad words of one token; None if everything is allowed."""
+        bad = [words[0] for words in params.bad_word_ids if len(words) == 1]
+        allowed = params.allowed_token_ids
+        if allowed is None and not bad:
+            return None
+        mask = self._packed_mask(np.arange(self.shapes.vocab_size) if allowed is None else np.array(allowed))
+        return mask & ~self._packed_mask(np.array(bad, np.int64))
 
     def _packed_mask(self, token_ids: np.ndarray) -> np.ndarray:
         """[mask_words] int32 with the bits of `token_ids` set."""
@@ -236,3 +251,31 @@ class SampleBuilder:
         bias = np.zeros(self.shapes.vocab_size, np.float32)
         bias[list(logit_bias)] = list(logit_bias.values())
         return bias
+
+
+def _logprob_ids(samples: tuple[SampleWork, ...], bucket: int) -> np.ndarray:
+    ids = np.zeros((bucket, MAX_LOGPROB_TOKEN_IDS), np.int32)
+    for index, sample in enumerate(samples):
+        named = sample.params.logprob_token_ids
+        if named:
+            ids[index, : len(named)] = named
+    return ids.reshape(-1)
+
+
+def _forbidden(samples: tuple[SampleWork, ...], bucket: int) -> np.ndarray:
+    """Which bad words of several tokens may be completed by this step's tokens. The last output token may be known to
+    the device alone: then it is left to the device to compare it."""
+    pairs = np.full((bucket, MAX_BAD_WORDS, 2), AFTER_NONE, np.int32)
+    for index, sample in enumerate(samples):
+        words = sample.params.bad_word_ids
+        if not words or sample.is_score:
+            continue
+        recent, num_seen, place = sample.recent_ids, sample.num_outputs, 0
+        for word in words:
+            if not 1 < len(word) <= num_seen + 1:
+                continue
+            known = word[:-2] if sample.is_behind else word[:-1]
+            if not known or recent[-len(known) :] == known:
+                pairs[index, place] = (word[-2] if sample.is_behind else AFTER_ANY, word[-1])
+                place += 1
+    return pairs.reshape(-1)

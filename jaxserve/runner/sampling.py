@@ -25,6 +25,10 @@ from jax import lax
 
 from jaxserve.sampling_params import MAX_TOP_LOGPROBS
 
+# adjust_logits may forbid a token only behind a certain last one; these stand for "behind any" and "nothing here".
+AFTER_ANY = -1
+AFTER_NONE = -2
+
 BLOCK = 64  # tokens per block
 BLOCKS_PER_GROUP = 32
 NUM_CANDIDATE_BLOCKS = 128
@@ -66,12 +70,14 @@ class SampleInputs(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """token [S], rank [S] int32 (1 = best), top_ids [S, K] int32, top [S, K], best first, equals by lowest id."""
+    """token [S], rank [S] int32 (1 = best), top_ids [S, K] int32, top [S, K], best first, equals by lowest id;
+    named [S, M]: those of the ids that were asked for."""
 
     token: jax.Array
     rank: jax.Array
     top_ids: jax.Array
     top: jax.Array
+    named: jax.Array
 
 
 def greedy_tokens(logits: jax.Array) -> jax.Array:
@@ -108,8 +114,10 @@ def adjust_logits(
     counts: jax.Array,  # [rows, V] int16
     bias: jax.Array,  # [rows, V] float32
     mask: jax.Array,  # [S, ceil(V / 32)] int32: bit i of word w allows token 32 * w + i
+    last_token: jax.Array,  # [rows] int32: the token before the one that is sampled
+    forbidden: jax.Array,  # [S, B, 2] int32: (last token or AFTER_ANY or AFTER_NONE, token not allowed behind it)
 ) -> jax.Array:
-    """Penalties, bias and mask. Rows without them keep every logit bitwise."""
+    """Penalties, bias, mask and bad words. Rows without them keep every logit bitwise."""
     num_rows, vocab_size = counts.shape
     has_counts = (inputs.count_row < num_rows)[:, None]
     seen = jnp.where(has_counts, counts[jnp.minimum(inputs.count_row, num_rows - 1)], jnp.int16(0)).astype(jnp.int32)
@@ -121,7 +129,11 @@ def adjust_logits(
     out = out - inputs.presence[:, None] * (num_outputs > 0)
     has_bias = (inputs.bias_row < num_rows)[:, None]
     out = out + jnp.where(has_bias, bias[jnp.minimum(inputs.bias_row, num_rows - 1)], 0.0)
-    return jnp.where(_unpack_mask(mask, vocab_size), out, -jnp.inf)
+    out = jnp.where(_unpack_mask(mask, vocab_size), out, -jnp.inf)
+    after, token = forbidden[..., 0], forbidden[..., 1]
+    last = last_token[jnp.minimum(inputs.row, num_rows - 1)][:, None]
+    token = jnp.where((after == AFTER_ANY) | (after == last), token, vocab_size)
+    return out.at[jnp.arange(out.shape[0])[:, None], token].set(-jnp.inf, mode="drop")
 
 
 def count_tokens(counts: jax.Array, count_row: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -131,8 +143,8 @@ def count_tokens(counts: jax.Array, count_row: jax.Array, tokens: jax.Array) -> 
     return counts.at[count_row, tokens].set(jnp.where(is_full, held, held + jnp.int16(1)), mode="drop")
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Log-softmax of the raw logits [S, V] at `tokens` [S], their ranks, and the best K tokens."""
+def token_logprobs(logits: jax.Array, tokens: jax.Array, named: jax.Array) -> Logprobs:
+    """Log-softmax of the raw logits [S, V] at `tokens` [S], their ranks, the best K tokens, and at `named` [S * M]."""
     vocab_size = logits.shape[1]
     blocks = _blocks(logits)
     block_max = jnp.max(blocks, axis=-1)
@@ -149,6 +161,9 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
         rank,
         jnp.minimum(ids, vocab_size - 1),
         jnp.maximum(best - total[:, None], LOWEST_LOGPROB),
+        jnp.maximum(
+            jnp.take_along_axis(logits, named.reshape(logits.shape[0], -1), axis=1) - total[:, None], LOWEST_LOGPROB
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from jaxserve.models.contract import KVPages, Model, StepInputs
 from jaxserve.pallas_kernels import page_copy
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 
 COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
 
@@ -114,6 +115,8 @@ class StepPrograms:
             self._rows(jnp.int16),
             self._rows(jnp.float32),
             _int32(num_samples * self.shapes.mask_words),
+            self._table(),
+            _int32(num_samples * MAX_BAD_WORDS * 2),
         )
         return Program(f"adjust {num_samples}", functools.partial(adjust, num_samples), arguments)
 
@@ -132,7 +135,7 @@ class StepPrograms:
         return Program(f"count {num_samples}", functools.partial(count, num_samples), arguments, donate=(0,))
 
     def _logprobs(self, num_samples: int) -> Program:
-        arguments = (self._logits(num_samples), _int32(num_samples))
+        arguments = (self._logits(num_samples), _int32(num_samples), _int32(num_samples * MAX_LOGPROB_TOKEN_IDS))
         return Program(f"logprobs {num_samples}", sampling.token_logprobs, arguments)
 
     def _copy(self) -> Program:
@@ -200,10 +203,13 @@ def adjust(
     counts: jax.Array,  # [rows, V] int16
     bias: jax.Array,  # [rows, V] float32
     mask: jax.Array,  # [S * mask_words] int32
+    last_token: jax.Array,
+    forbidden: jax.Array,  # [S * MAX_BAD_WORDS * 2] int32
 ) -> jax.Array:
-    """Logits [S, V] with penalties, bias and mask; rows without them bitwise as they were."""
+    """Logits [S, V] with penalties, bias, mask and bad words; rows without them bitwise as they were."""
     inputs = sample_builder.unpack(packed, num_samples)
-    return sampling.adjust_logits(logits, inputs, counts, bias, mask.reshape(num_samples, -1))
+    forbidden = forbidden.reshape(num_samples, -1, 2)
+    return sampling.adjust_logits(logits, inputs, counts, bias, mask.reshape(num_samples, -1), last_token, forbidden)
 
 
 def sample_greedy(

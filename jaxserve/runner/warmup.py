@@ -131,9 +131,11 @@ class FirstCall:
         if name == "head":
             return program(runner.leaves, np.zeros((runner.shapes.max_num_samples, runner.hidden_size), np.float32))
         if name == "adjust":
-            return program(logits, staged.packed, state.counts, state.bias, staged.mask)
+            return program(
+                logits, staged.packed, state.counts, state.bias, staged.mask, state.last_token, staged.forbidden
+            )
         if name == "logprobs":
-            return program(logits, tokens)
+            return program(logits, tokens, staged.logprob_ids)
         if name == "count":
             state.counts = program(state.counts, staged.packed, tokens)
             return state.counts

@@ -52,6 +52,8 @@ class SampleWork:
     params        validated options of the request
     forced_token  >= 0: take this token instead of sampling; its log-probability is reported all the same
     is_score      only the log-probabilities are wanted (prompt scoring): the table is left alone
+    recent_ids    with bad words: the newest output tokens that the host knows, oldest first
+    is_behind     one more output token, which only the device's last-token table knows, follows recent_ids
     """
 
     request_id: int
@@ -63,6 +65,8 @@ class SampleWork:
     params: SamplingParams
     forced_token: int = -1
     is_score: bool = False
+    recent_ids: tuple[int, ...] = ()
+    is_behind: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class StepResult:
     logprobs       float32 [n] or None: log-softmax of the raw logits at the token (None: nobody asked)
     ranks          int32 [n] or None: how many tokens of the vocabulary score higher, plus 1
     top_ids        int32 [n, K] or None, best first;  top_logprobs float32 [n, K] or None
+    named_logprobs float32 [n, MAX_LOGPROB_TOKEN_IDS] or None: those of params.logprob_token_ids, in that order
     """
 
     step_id: int
@@ -118,6 +123,7 @@ class StepResult:
     ranks: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    named_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
 from jaxserve.scheduler import policy
 from jaxserve.scheduler.decision import (
     LAST_TOKEN,
@@ -114,6 +115,10 @@ class StepPlan:
 
     def _sample(self, sequence: Sequence, token_index: int) -> SampleWork:
         request = sequence.request
+        recent: tuple[int, ...] = ()
+        if request.params.bad_word_ids:
+            assert sequence.num_pending <= 1  # a third step in flight would need two unknown tokens
+            recent = tuple(request.output_ids[-MAX_BAD_WORD_TOKENS:])
         work = SampleWork(
             request_id=request.number,
             row=sequence.row,
@@ -122,6 +127,8 @@ class StepPlan:
             seed=request.seed,
             num_outputs=sequence.length - sequence.num_prompt,
             params=request.params,
+            recent_ids=recent,
+            is_behind=sequence.num_pending > 0,
         )
         sequence.num_pending += 1
         return work
@@ -148,5 +155,5 @@ class StepPlan:
 def _at(work: SampleWork, token_index: int) -> SampleWork:
     return SampleWork(
         work.request_id, work.row, token_index, work.position, work.seed, work.num_outputs, work.params,
-        work.forced_token, work.is_score,
+        work.forced_token, work.is_score, work.recent_ids, work.is_behind,
     )  # fmt: skip

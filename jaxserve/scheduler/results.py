@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from jaxserve.messages import FINISH_LENGTH, FINISH_STOP
 from jaxserve.request import TokenEvent
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import SampleWork, StepResult
 from jaxserve.scheduler.sequence import Sequence
+
+_Scores = tuple[float | None, int | None, tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
 
 
 def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int, token: int) -> TokenEvent:
@@ -13,7 +16,7 @@ def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int,
     request = sequence.request
     params = request.params
     asked = params.prompt_logprobs if work.is_score else params.logprobs
-    scores = _scores(result, i, asked) if asked is not None else (None, None, ())
+    scores = _scores(result, i, asked, params) if asked is not None else (None, None, (), ())
     if work.is_score:
         return TokenEvent(request, work.forced_token, work.position, *scores)
     sequence.append(token)
@@ -31,11 +34,14 @@ def token_stop(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _scores(result: StepResult, i: int, asked: int) -> tuple[float | None, int | None, tuple[tuple[int, float], ...]]:
+def _scores(result: StepResult, i: int, asked: int, params: SamplingParams) -> _Scores:
     if result.logprobs is None:
         raise RuntimeError("log-probabilities were asked for and the runner returned none")
     top: tuple[tuple[int, float], ...] = ()
     if asked and result.top_ids is not None and result.top_logprobs is not None:
         top = tuple(zip(result.top_ids[i][:asked].tolist(), result.top_logprobs[i][:asked].tolist()))
     rank = int(result.ranks[i]) if result.ranks is not None else None
-    return float(result.logprobs[i]), rank, top
+    named: tuple[tuple[int, float], ...] = ()
+    if params.logprob_token_ids and result.named_logprobs is not None:
+        named = tuple(zip(params.logprob_token_ids, result.named_logprobs[i].tolist()))
+    return float(result.logprobs[i]), rank, top, named

@@ -45,7 +45,8 @@ class Sequence:
         self.num_computed = 0
         self.num_scored = self.num_prompt
         if request.params.prompt_logprobs is not None:
-            self.num_scored = 1  # the first prompt token has no score
+            # The first prompt token has no score.
+            self.num_scored = min(max(1, request.params.prompt_logprobs_start), self.num_prompt)
         self.row = -1
         self.pages = _NO_PAGES
         self.num_pages = 0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples, unpack
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.runner.sampling import AFTER_ANY, AFTER_NONE
+from jaxserve.sampling_params import MAX_BAD_WORDS, SamplingParams
 from jaxserve.scheduler.decision import RowReset, RowWork, SampleWork, StepDecision
 
 EOS = 5
@@ -148,7 +149,7 @@ def needs(staged: StagedSamples) -> set[str]:
     """Programs that the staged samples ask for beside the argmax."""
     asked = {
         "random": staged.is_random, "adjust": staged.mask is not None, "count": staged.counts_tokens,
-        "logprobs": staged.wants_logprobs,
+        "logprobs": staged.logprob_ids is not None,
     }  # fmt: skip
     return {name for name, is_asked in asked.items() if is_asked}
 
@@ -238,3 +239,40 @@ def test_bad_samples_are_refused() -> None:
     builder.adopt((work,))
     with pytest.raises(ValueError, match="forced_token: got 70; allowed: up to 69"):
         builder.build((work,))
+
+
+def forbidden(builder: SampleBuilder, work: SampleWork) -> set[tuple[int, int]]:
+    """(last token, token not allowed behind it) of a single staged sample."""
+    builder.adopt((work,))
+    staged = builder.build((work,))
+    pairs = staged.forbidden.reshape(staged.bucket, MAX_BAD_WORDS, 2)
+    assert (pairs[1:] == AFTER_NONE).all()
+    return {(int(a), int(b)) for a, b in pairs[0] if a != AFTER_NONE}
+
+
+def test_bad_words_are_forbidden_where_the_output_leads_to_them() -> None:
+    params = SamplingParams(bad_word_ids=((9,), (1, 2), (1, 3, 4), (7, 1, 3, 5)))
+
+    def at(*outputs: int, behind: bool = False) -> set[tuple[int, int]]:
+        count = len(outputs) + behind
+        work = sample(1, 0, params, num_outputs=count, recent_ids=outputs, is_behind=behind)
+        return forbidden(SampleBuilder(SHAPES, frozenset({EOS})), work)
+
+    assert at() == set()
+    assert at(1) == {(AFTER_ANY, 2)}
+    assert at(1, 3) == {(AFTER_ANY, 4)}
+    assert at(7, 1, 3) == {(AFTER_ANY, 4), (AFTER_ANY, 5)}
+    # The newest token is on the device alone: what it would have to be is left to the device.
+    assert at(behind=True) == {(1, 2)}
+    assert at(1, behind=True) == {(1, 2), (3, 4)}
+    assert at(7, 1, behind=True) == {(1, 2), (3, 4), (3, 5)}
+
+
+def test_single_bad_words_are_cut_out_of_the_mask() -> None:
+    builder = SampleBuilder(SHAPES, frozenset({EOS}))
+    work = sample(1, 0, SamplingParams(bad_word_ids=((9,), (3,))))
+    _, staged, _ = stage(builder, work)
+    assert allowed_tokens(staged) == set(range(SHAPES.vocab_size)) - {3, 9}
+    work = sample(2, 0, SamplingParams(bad_word_ids=((9,),), allowed_token_ids=(9, 10)))
+    _, staged, _ = stage(builder, work)
+    assert allowed_tokens(staged) == {10}

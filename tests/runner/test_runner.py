@@ -283,6 +283,7 @@ def test_no_option_compiles_anything(runner: ModelRunner) -> None:
         {"top_p": 1e-6}, {"top_p": 0.5}, {"min_p": 0.3}, {"presence_penalty": -2.0}, {"frequency_penalty": 2.0},
         {"repetition_penalty": 3.0}, {"logit_bias": {1: 4.0}}, {"allowed_token_ids": (3, 4)}, {"min_tokens": 9},
         {"stop_token_ids": (9,), "min_tokens": 2}, {"seed": 3}, {"logprobs": 0}, {"logprobs": 20},
+        {"bad_word_ids": ((3,), (4, 5), (4, 5, 6))}, {"logprobs": 1, "logprob_token_ids": tuple(range(128))},
     ]  # fmt: skip
     for count in (1, 2, 3, 4):
         for index in range(len(options)):

@@ -211,8 +211,19 @@ def test_changed_logits_equal_a_loop_over_tokens(outputs, prompt, presence, freq
     bits = sum(1 << token for token in allowed)
     words[2] = np.array([(bits >> (32 * i)) & 0xFFFFFFFF for i in range(3)], np.uint32).view(np.int32)
     rows = np.array([NO_ROW, NO_ROW, 2, NO_ROW, NO_ROW, NO_ROW])
-    inputs = make_inputs(count_row=rows, bias_row=rows, presence=presence, frequency=frequency, repetition=repetition)
-    out = np.asarray(jax.jit(sampling.adjust_logits)(logits, inputs, counts, bias, words))
+    inputs = make_inputs(
+        row=np.arange(ROWS),
+        count_row=rows,
+        bias_row=rows,
+        presence=presence,
+        frequency=frequency,
+        repetition=repetition,
+    )
+    last_token = np.arange(10, 10 + ROWS, dtype=np.int32)
+    forbidden = np.full((ROWS, 4, 2), sampling.AFTER_NONE, np.int32)
+    forbidden[2, :3] = [(sampling.AFTER_ANY, 7), (last_token[2], 20), (last_token[2] + 1, 21)]
+    out = np.asarray(jax.jit(sampling.adjust_logits)(logits, inputs, counts, bias, words, last_token, forbidden))
+    allowed = allowed - {7, 20}
     expected = []
     for token in range(VOCAB):
         value = float(logits[2, token])
@@ -244,7 +255,8 @@ def test_logprobs_ranks_and_best_tokens(vocab: int) -> None:
     logits[0, [3, 8]] = logits[0].max() + 1  # equal best
     logits[1, 2] = -1e30
     tokens = np.array([3, 2, 5, 0, 1, 7], np.int32)
-    found = jax.device_get(jax.jit(sampling.token_logprobs)(logits, tokens))
+    named = np.tile(np.array([0, 11, 4], np.int32), ROWS)
+    found = jax.device_get(jax.jit(sampling.token_logprobs)(logits, tokens, named))
     exact = logits.astype(np.float64)
     exact -= exact.max(axis=1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
@@ -255,4 +267,5 @@ def test_logprobs_ranks_and_best_tokens(vocab: int) -> None:
         order = np.argsort(-logits[row], kind="stable")[:20]
         np.testing.assert_array_equal(found.top_ids[row], order)
         np.testing.assert_allclose(found.top[row], np.maximum(exact[row, order], -9999.0), atol=2e-5)
+        np.testing.assert_allclose(found.named[row], np.maximum(exact[row, [0, 11, 4]], -9999.0), atol=2e-5)
     assert np.isfinite(found.token).all() and np.isfinite(found.top).all()
