@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxserve.models.config import RopeConfig
+from jaxserve.models.config import MoEConfig, RopeConfig
 from jaxserve.models.special_tokens import gguf_end_token_ids
 from jaxserve.models.weights.gguf import GGUFTensors
 from jaxserve.models.weights.gguf_file import GGUFFile
 
 _ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
+_GATINGS = {0: "", 1: "softmax", 2: "sigmoid", 3: "softmax_topk"}
 _ROPE_DIVISORS = "rope_freqs.weight"
 _MISSING = object()
 
@@ -49,9 +50,9 @@ class GGUFConfig:
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
 
-    def common(self) -> dict[str, Any]:
+    def common(self, *, has_experts: bool = False) -> dict[str, Any]:
         """The ModelConfig fields that every decoder family reads the same way."""
-        if self.get("expert_count", 0):
+        if not has_experts and self.get("expert_count", 0):
             raise ValueError(
                 f"{self.file.path}: {self.architecture} with {self.get('expert_count')} experts; "
                 "allowed: dense models of this architecture"
@@ -98,6 +99,29 @@ class GGUFConfig:
             factor=self.number("rope.scaling.factor", 1.0),
             original_max_position_embeddings=self.integer("rope.scaling.original_context_length", 0),
             freq_divisors=divisors,
+        )
+
+    def moe(self, **fields: Any) -> MoEConfig:
+        """The experts that the metadata describe; `fields` are what the architecture fixes or, for a flag that older
+        files leave out, what it then is."""
+        shared = self.integer("expert_shared_count", 0)
+        size = self.integer("expert_feed_forward_length", self.get("feed_forward_length", None))
+        gating = self.integer("expert_gating_func", 0)
+        if gating not in _GATINGS:
+            raise ValueError(f"{self.file.path}: expert_gating_func: got {gating}; allowed: 1 to 3")
+        if gating:
+            fields["scoring"] = _GATINGS[gating]
+        fields["normalize_top_k"] = bool(self.get("expert_weights_norm", fields.get("normalize_top_k", True)))
+        return MoEConfig(
+            num_experts=self.integer("expert_count"),
+            num_experts_per_token=self.integer("expert_used_count"),
+            intermediate_size=size,
+            shared_size=self.integer("expert_shared_feed_forward_length", shared * size),
+            num_groups=self.integer("expert_group_count", 1),
+            num_chosen_groups=self.integer("expert_group_used_count", 1),
+            # Some converters write 0 for "no factor".
+            routed_scale=self.number("expert_weights_scale", 1.0) or 1.0,
+            **fields,
         )
 
     def layer_is_sliding(self, num_layers: int, default_pattern: int) -> tuple[bool, ...]:

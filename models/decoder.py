@@ -8,6 +8,7 @@ from jaxserve.models.attention import Attention, Rotation
 from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
 from jaxserve.models.layers import Embedding, FeedForward, Linear, RMSNorm, soft_cap
+from jaxserve.models.moe import MoE
 from jaxserve.models.parameters import Parameters
 from jaxserve.models.rope import rotation
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
@@ -29,14 +30,18 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(params, prefix, config, layer, options)
         self.attention_post_norm = norm("attention_post_norm", config.has_post_norms)
         self.mlp_norm = norm("mlp_norm", config.has_pre_norms)
-        self.mlp = FeedForward(
-            params,
-            prefix,
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            has_bias=config.has_mlp_bias,
-            options=options,
+        self.mlp: FeedForward | MoE = (
+            MoE(params, prefix, config, options)
+            if layer.uses_moe
+            else FeedForward(
+                params,
+                prefix,
+                config.hidden_size,
+                config.intermediate_size,
+                activation=config.activation,
+                has_bias=config.has_mlp_bias,
+                options=options,
+            )
         )
         self.mlp_post_norm = norm("mlp_post_norm", config.has_post_norms)
 
@@ -46,7 +51,8 @@ class DecoderLayer(nnx.Module):
         """x [T, hidden] float32 -> (the same shape, updated pages of this layer)."""
         out, pages = self.attention(_apply(self.attention_norm, x), pages, batch, rotation)
         x = x + _apply(self.attention_post_norm, out)
-        out = self.mlp(_apply(self.mlp_norm, x))
+        normed = _apply(self.mlp_norm, x)
+        out = self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed)
         return x + _apply(self.mlp_post_norm, out), pages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.config_gguf import GGUFConfig
 from jaxserve.models.config_hf import HFConfig, layers_of
 from jaxserve.models.family import (
@@ -34,12 +34,18 @@ def _read_hf(hf: HFConfig) -> ModelConfig:
 
 
 def _read_gguf(gguf: GGUFConfig) -> ModelConfig:
-    common = gguf.common()
-    window = gguf.integer("attention.sliding_window", 0)
+    common = gguf.common(has_experts=True)
+    has_experts = gguf.integer("expert_count", 0) > 0  # Mixtral
+    layer = LayerConfig(
+        sliding_window=gguf.integer("attention.sliding_window", 0),
+        rope=gguf.rope(common["head_dim"]),
+        uses_moe=has_experts,
+    )
     return ModelConfig(
         **common,
-        family="llama",
-        layers=layers_of(window, (window > 0,) * common["num_layers"], gguf.rope(common["head_dim"])),
+        family="mixtral" if has_experts else "llama",
+        layers=(layer,) * common["num_layers"],
+        moe=gguf.moe() if has_experts else None,
         has_qkv_bias=gguf.has_tensor("blk.0.attn_q.bias"),
         has_o_bias=gguf.has_tensor("blk.0.attn_output.bias"),
         has_mlp_bias=gguf.has_tensor("blk.0.ffn_down.bias"),

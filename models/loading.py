@@ -30,6 +30,7 @@ from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 Progress = Callable[[str, int, int], None]
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _MAX_LISTED = 8
+_LAYER_PREFIX = r"(?:model\.layers|blk)\.(\d+)\."
 
 
 class Source(Protocol):
@@ -68,6 +69,8 @@ def load_model(
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype: got {options.dtype!r}; allowed: {', '.join(_DTYPES)}")
     _, names, file = _open(source)
+    if names.adapt is not None:
+        file = names.adapt(file, config)
     check_tensors(config, options, names, file)
     reader = _CheckpointParameters(
         config,
@@ -124,14 +127,33 @@ def _named(path: Path, read: Callable[[], ModelConfig]) -> ModelConfig:
         raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from None
 
 
-def file_name(names: WeightNames, slot: str) -> str:
+def file_name(names: WeightNames, slot: str, expert: int | None = None) -> str:
     """What the file calls a slot, without ".weight" or ".bias"."""
     if slot in names.top:
         return names.top[slot]
     _, index, part = slot.split(".", 2)
     if part not in names.layer:
         raise ValueError(f"slot {slot!r} has no name in this family; allowed: {', '.join(names.layer)}")
-    return names.layer[part].format(i=index)
+    return names.layer[part].format(i=index, e=expert)
+
+
+def _tensors(
+    names: WeightNames, slots: Sequence[str], rows: Sequence[int], expert: int | None = None
+) -> list[tuple[str, str, int]]:
+    """(first slot, name, rows) of the tensors that hold the slots: neighbours of one name are one tensor."""
+    found: list[tuple[str, str, int]] = []
+    for slot, count in zip(slots, rows, strict=True):
+        name = file_name(names, slot, expert)
+        if found and found[-1][1] == name:
+            found[-1] = (found[-1][0], name, found[-1][2] + count)
+        else:
+            found.append((slot, name, count))
+    return found
+
+
+def _is_split(names: WeightNames, slot: str) -> bool:
+    """Whether the file stores each matrix of a stack as a tensor of its own."""
+    return "{e}" in names.layer.get(slot.split(".", 2)[-1], "")
 
 
 def check_tensors(config: ModelConfig, options: RuntimeOptions, names: WeightNames, file: TensorFile) -> None:
@@ -159,6 +181,9 @@ def check_tensors(config: ModelConfig, options: RuntimeOptions, names: WeightNam
 def _is_ignored(name: str, config: ModelConfig, names: WeightNames, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     if any(re.fullmatch(pattern, name) for pattern in names.ignored):
         return True
+    layer = re.match(_LAYER_PREFIX, name)
+    if layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_draft_layers:
+        return True
     # Some files store the tied head a second time; _CheckpointParameters compares the values.
     embedding = names.top["embedding"] + ".weight"
     return (
@@ -178,24 +203,48 @@ class _PlannedParameters:
         self.names = names
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def _note(self, slot: str, suffix: str, shape: tuple[int, ...]) -> None:
-        self.shapes[f"{file_name(self.names, slot)}.{suffix}"] = shape
+    def _note(
+        self, slots: Sequence[str], suffix: str, rows: Sequence[int], *after: int, expert: int | None = None
+    ) -> None:
+        for _, name, count in _tensors(self.names, slots, rows, expert):
+            self.shapes[f"{name}.{suffix}"] = (count, *after)
+
+    def _note_stack(self, slots: Sequence[str], suffix: str, rows: Sequence[int], count: int, *after: int) -> None:
+        if _is_split(self.names, slots[0]):
+            for expert in range(count):
+                self._note(slots, suffix, rows, *after, expert=expert)
+            return
+        for _, name, num_rows in _tensors(self.names, slots, rows):
+            self.shapes[f"{name}.{suffix}"] = (count, num_rows, *after)
 
     def matrix(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> jax.ShapeDtypeStruct:
-        for slot, count in zip(slots, rows, strict=True):
-            self._note(slot, "weight", (count, columns))
+        self._note(slots, "weight", rows, columns)
         return jax.ShapeDtypeStruct((sum(rows), columns), jnp.float32)
 
     def table(self, slot: str, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         return self.matrix((slot,), (rows,), columns)
 
+    def exact(self, slot: str, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        return self.matrix((slot,), (rows,), columns)
+
+    def stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> jax.ShapeDtypeStruct:
+        self._note_stack(slots, "weight", rows, count, columns)
+        return jax.ShapeDtypeStruct((count, sum(rows), columns), jnp.float32)
+
+    def stack_bias(self, slots: Sequence[str], rows: Sequence[int], count: int) -> jax.ShapeDtypeStruct:
+        self._note_stack(slots, "bias", rows, count)
+        return jax.ShapeDtypeStruct((count, sum(rows)), jnp.float32)
+
+    def vector(self, slot: str, size: int) -> jax.ShapeDtypeStruct:
+        self.shapes[file_name(self.names, slot)] = (size,)
+        return jax.ShapeDtypeStruct((size,), jnp.float32)
+
     def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.ShapeDtypeStruct:
-        for slot, count in zip(slots, rows, strict=True):
-            self._note(slot, "bias", (count,))
+        self._note(slots, "bias", rows)
         return jax.ShapeDtypeStruct((sum(rows),), jnp.float32)
 
     def norm(self, slot: str, size: int) -> jax.ShapeDtypeStruct:
-        self._note(slot, "weight", (size,))
+        self._note((slot,), "weight", (size,))
         return jax.ShapeDtypeStruct((size,), jnp.float32)
 
 
@@ -222,51 +271,86 @@ class _CheckpointParameters:
         self._check_tied_head()
 
     def matrix(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> WeightValue:
-        kept = self._kept(slots, (sum(rows), columns)) if self.keep_quantized else None
+        kept = self._kept(slots, rows, columns) if self.keep_quantized else None
         if kept is not None:
             return kept
-        if len(slots) == 1:
-            return jnp.asarray(self._read(slots[0], "weight", self.dtype))
+        tensors = _tensors(self.names, slots, rows)
+        if len(tensors) == 1:
+            return jnp.asarray(self._read(*tensors[0][:2], "weight", self.dtype))
         joined = np.empty((sum(rows), columns), self.dtype)
-        start = 0
-        for slot, count in zip(slots, rows, strict=True):
-            joined[start : start + count] = self._read(slot, "weight", self.dtype)
-            start += count
+        self._read_rows(tensors, "weight", joined)
         return jnp.asarray(joined)
+
+    def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
+        return jnp.asarray(self._read(slot, file_name(self.names, slot), "weight", _DTYPES["float32"]))
+
+    def stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
+        return self._read_stack(slots, "weight", rows, np.empty((count, sum(rows), columns), self.dtype))
+
+    def stack_bias(self, slots: Sequence[str], rows: Sequence[int], count: int) -> jax.Array:
+        return self._read_stack(slots, "bias", rows, np.empty((count, sum(rows)), _DTYPES["float32"]))
+
+    def vector(self, slot: str, size: int) -> jax.Array:
+        return jnp.asarray(self._read_named(file_name(self.names, slot), _DTYPES["float32"]))
 
     def table(self, slot: str, rows: int, columns: int) -> WeightValue:
         return self.matrix((slot,), (rows,), columns)
 
-    def _kept(self, slots: Sequence[str], shape: tuple[int, int]) -> QuantizedWeight | None:
+    def _kept(self, slots: Sequence[str], rows: Sequence[int], columns: int) -> QuantizedWeight | None:
         """The parts as they are stored, joined, if all are stored the same way."""
-        names = [f"{file_name(self.names, slot)}.weight" for slot in slots]
+        tensors = _tensors(self.names, slots, rows)
+        names = [f"{name}.weight" for _, name, _ in tensors]
         parts = [self.file.stored(name) for name in names]
         kinds = {part[0] for part in parts if part is not None}
         if None in parts or len(kinds) != 1:
             return None
         # Rows are whole in their blocks, so that they can be reordered and joined like rows of values.
-        rows = [self._ordered(slot, part[1]) for slot, part in zip(slots, parts, strict=True) if part is not None]
+        codes = [self._ordered(at[0], part[1]) for at, part in zip(tensors, parts, strict=True) if part is not None]
         if self.check_weights:
             for name in names:
                 self._check(name, self.file.read(name, _DTYPES["float32"]))
+        shape = (sum(rows), columns)
         self._count(math.prod(shape))
-        return QuantizedWeight(jnp.asarray(np.concatenate(rows)), kinds.pop(), shape)
+        return QuantizedWeight(jnp.asarray(np.concatenate(codes)), kinds.pop(), shape)
 
     def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.Array:
-        return jnp.asarray(np.concatenate([self._read(slot, "bias", _DTYPES["float32"]) for slot in slots]))
+        parts = [
+            self._read(slot, name, "bias", _DTYPES["float32"]) for slot, name, _ in _tensors(self.names, slots, rows)
+        ]
+        return jnp.asarray(np.concatenate(parts))
 
     def norm(self, slot: str, size: int) -> jax.Array:
-        weight = self._read(slot, "weight", _DTYPES["float32"])
+        weight = self._read(slot, file_name(self.names, slot), "weight", _DTYPES["float32"])
         if self.names.norms_have_offset:
             weight = weight + np.float32(self.config.norm_offset)
         return jnp.asarray(weight)
 
-    def _read(self, slot: str, suffix: str, dtype: np.dtype) -> np.ndarray:
-        name = f"{file_name(self.names, slot)}.{suffix}"
+    def _read_stack(self, slots: Sequence[str], suffix: str, rows: Sequence[int], joined: np.ndarray) -> jax.Array:
+        if _is_split(self.names, slots[0]):
+            for expert, matrix in enumerate(joined):
+                self._read_rows(_tensors(self.names, slots, rows, expert), suffix, matrix)
+        else:
+            # The stack is the leading axis of each tensor, rows are the second.
+            self._read_rows(_tensors(self.names, slots, rows), suffix, joined.swapaxes(0, 1), is_stacked=True)
+        return jnp.asarray(joined)
+
+    def _read_rows(
+        self, tensors: list[tuple[str, str, int]], suffix: str, joined: np.ndarray, *, is_stacked: bool = False
+    ) -> None:
+        """Tensors one below the other into `joined` [rows, ...]."""
+        start = 0
+        for slot, name, count in tensors:
+            values = self._read(slot, name, suffix, joined.dtype)
+            joined[start : start + count] = values.swapaxes(0, 1) if is_stacked else values
+            start += count
+
+    def _read(self, slot: str, name: str, suffix: str, dtype: np.dtype) -> np.ndarray:
+        return self._ordered(slot, self._read_named(f"{name}.{suffix}", dtype))
+
+    def _read_named(self, name: str, dtype: np.dtype) -> np.ndarray:
         values = self.file.read(name, dtype)
         if self.check_weights:
             self._check(name, values)
-        values = self._ordered(slot, values)
         self._count(values.size)
         return values
 

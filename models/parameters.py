@@ -26,6 +26,22 @@ class Parameters(Protocol):
         """[rows, columns], as matrix(): a matrix whose rows are also looked up."""
         ...
 
+    def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
+        """[rows, columns] float32 whatever the compute dtype: for products that decide something (routers)."""
+        ...
+
+    def stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
+        """[count, sum(rows), columns], as matrix() for `count` matrices of one shape (experts, heads)."""
+        ...
+
+    def stack_bias(self, slots: Sequence[str], rows: Sequence[int], count: int) -> jax.Array:
+        """[count, sum(rows)] float32."""
+        ...
+
+    def vector(self, slot: str, size: int) -> jax.Array:
+        """[size] float32, from a tensor whose full name the family states."""
+        ...
+
     def bias(self, slots: Sequence[str], rows: Sequence[int]) -> jax.Array:
         """[sum(rows)] float32."""
         ...

@@ -13,6 +13,9 @@ HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen_moe",
+    "Qwen3MoeForCausalLM": "qwen_moe",
 }
 GGUF_ARCHITECTURES = {
     "llama": "llama",
@@ -20,6 +23,8 @@ GGUF_ARCHITECTURES = {
     "qwen3": "qwen",
     "gemma2": "gemma",
     "gemma3": "gemma",
+    "qwen2moe": "qwen_moe",
+    "qwen3moe": "qwen_moe",
 }
 
 

@@ -1,0 +1,96 @@
+"""Every backend of grouped products against a float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
+from jaxserve.pallas_kernels.grouped_matmul import xla
+from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize, quantize_int8
+
+FORMS = {
+    "reference": grouped_matmul_reference,
+    "xla": functools.partial(grouped_matmul, backend="xla"),
+    "ragged_dot": xla._ragged_dot,  # what platforms other than the CPU take
+    "cpu_ffi": functools.partial(grouped_matmul, backend="cpu_ffi"),
+}
+NEEDS_NUMBA = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+NAMES = ["reference", "xla", "ragged_dot", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)]
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+COMPILED = {name: jax.jit(form) for name, form in FORMS.items()}
+
+
+def make(sizes: list[int], spare: int, shape: tuple[int, int], dtype: str, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """x [sum(sizes) + spare, K] (rows behind the last group hold NaN), w [E, N, K], group_sizes [E]."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((sum(sizes) + spare, shape[1])).astype(np.float32)
+    x[sum(sizes) :] = np.nan
+    w = random.standard_normal((len(sizes), *shape)).astype(DTYPES[dtype])
+    return x, w, np.asarray(sizes, np.int32)
+
+
+def oracle(x: np.ndarray, w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    rounded = x.astype(w.dtype).astype(np.float64)
+    out, first = np.zeros((x.shape[0], w.shape[1])), 0
+    for size, matrix in zip(sizes, w):
+        out[first : first + size] = rounded[first : first + size] @ matrix.astype(np.float64).T
+        first += size
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+# Each drawn shape is one XLA compilation, hence few examples from few shapes.
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 9, 40]), min_size=1, max_size=5),
+    spare=st.sampled_from([0, 3]),
+    dtype=st.sampled_from(list(DTYPES)),
+    columns=st.sampled_from([32, 64, 48]),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(name: str, sizes: list[int], spare: int, dtype: str, columns: int, seed: int) -> None:
+    x, w, group_sizes = make(sizes, spare or int(not sum(sizes)), (24, columns), dtype, seed)
+    out = np.asarray(COMPILED[name](x, w, group_sizes))
+    np.testing.assert_allclose(out, oracle(x, w, group_sizes), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
+def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+    """Bit for bit the same alone with its expert, in a full group, and beside many others."""
+    x, w, _ = make([0, 33, 0], 0, (16, 64), "bfloat16")
+    alone = np.asarray(COMPILED[name](x[:1], w, np.int32([0, 1, 0])))
+    for before, group, after in ((0, 2, 0), (5, 33, 0), (0, 33, 300), (1, 9, 4)):
+        rows = np.concatenate([np.ones((before, 64), np.float32), x[:group], np.ones((after, 64), np.float32)])
+        out = np.asarray(COMPILED[name](rows, w, np.int32([before, group, after])))
+        assert out[before].tobytes() == alone[0].tobytes(), (before, group, after)
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
+def test_quantised_experts(backend: str) -> None:
+    x, w, sizes = make([3, 0, 7], 2, (24, 64), "float32")
+    kept = [quantize_int8(matrix) for matrix in w]
+    stack = QuantizedWeight(jnp.stack([one.codes for one in kept]), "int8", (24, 64))
+    out = np.asarray(grouped_matmul(jnp.asarray(x), stack, jnp.asarray(sizes), backend=backend))
+    values = np.stack([np.asarray(dequantize(one)) for one in kept]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_allclose(out, oracle(x, values, sizes), rtol=0, atol=3e-5)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, w, sizes = (jnp.asarray(part) for part in make([2, 1], 0, (16, 64), "float32"))
+    with pytest.raises(ValueError, match=r"matmul backend: got 'cuda'"):
+        grouped_matmul(x, w, sizes, backend="cuda")
+    with pytest.raises(ValueError, match=r"got x \(3, 32\), w \(2, 16, 64\), group_sizes \(2,\)"):
+        grouped_matmul(x[:, :32], w, sizes, backend="xla")
+    with pytest.raises(ValueError, match=r"group_sizes \(1,\)"):
+        grouped_matmul(x, w, sizes[:1], backend="xla")
+    with pytest.raises(ValueError, match="w: got dtype float16"):
+        grouped_matmul(x, w.astype(jnp.float16), sizes, backend="xla")
