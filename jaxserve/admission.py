@@ -9,7 +9,8 @@ import random
 
 import numpy as np
 
-from jaxserve.messages import AddRequest
+from jaxserve.embedding import check_embedding
+from jaxserve.messages import AddEmbedding, AddRequest, ModelInfo
 from jaxserve.request import Request
 from jaxserve.sampling_params import InvalidParameter
 
@@ -49,11 +50,19 @@ class Limits:
         """Raise InvalidParameter, naming the field, unless the request can be served."""
         if message.stream_interval < 0:
             raise InvalidParameter("stream_interval", message.stream_interval, "0 or more tokens")
-        deadline = message.deadline_s
-        if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
-            raise InvalidParameter("deadline_s", deadline, "a finite number of seconds above 0")
+        self._check_deadline(message.deadline_s)
         self._check_prompt(message.prompt)
         message.params.check_vocabulary(self.vocab_size)
+
+    def check_embedding(self, message: AddEmbedding, model: ModelInfo) -> None:
+        """Raise InvalidParameter, naming the field, unless a decoder can make the embedding."""
+        check_embedding(message, size=model.embedding_size, poolings=("last", "mean"))
+        self._check_deadline(message.deadline_s)
+        self._check_prompt(message.prompt)
+
+    def _check_deadline(self, deadline: float | None) -> None:
+        if deadline is not None and not (math.isfinite(deadline) and deadline > 0):
+            raise InvalidParameter("deadline_s", deadline, "a finite number of seconds above 0")
 
     def _check_prompt(self, prompt: list[int]) -> None:
         limit = self.max_total_tokens
@@ -77,8 +86,9 @@ class RequestMaker:
         self._random = random.Random(seed)
         self._numbers = itertools.count()
 
-    def make(self, message: AddRequest, arrival: float) -> list[Request]:
-        """The n Requests of a checked message; those after the first name it as their parent."""
+    def make(self, message: AddRequest, arrival: float, *, pooling: str = "") -> list[Request]:
+        """The n Requests of a checked message; those after the first name it as their parent. pooling: of an
+        embedding."""
         params = message.params
         prompt = np.asarray(message.prompt, np.int32)
         prompt.setflags(write=False)
@@ -100,6 +110,7 @@ class RequestMaker:
                 namespace=message.namespace,
                 priority=message.priority,
                 arrival=arrival,
+                pooling=pooling,
             )
             requests.append(request)
         return requests

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxserve.detokenizer import Detokenizer
+from jaxserve.embedding import Pooler
 from jaxserve.messages import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, AddRequest, RequestOutput, TokenLogprob
 from jaxserve.request import Request, TokenEvent
 
@@ -27,12 +28,14 @@ def _token_logprob(event: TokenEvent) -> TokenLogprob:
 
 
 class Group:
-    """One AddRequest in flight: its n continuations and the scores of the prompt they share."""
+    """One AddRequest in flight: its n continuations and the scores of the prompt they share. pooler: of an
+    AddEmbedding, which one continuation of one token computes."""
 
-    __slots__ = ("members", "message", "num_unfinished", "prompt_logprobs")
+    __slots__ = ("members", "message", "num_unfinished", "pooler", "prompt_logprobs")
 
-    def __init__(self, message: AddRequest) -> None:
+    def __init__(self, message: AddRequest, pooler: Pooler | None = None) -> None:
         self.message = message
+        self.pooler = pooler
         self.members: list[Continuation] = []
         self.num_unfinished = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -17,15 +17,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+
 from jaxserve.admission import Limits, RequestMaker
 from jaxserve.config import EngineConfig
 from jaxserve.continuation import Continuation, Deadlines, Group
 from jaxserve.detokenizer import Detokenizer, TokenBytes
+from jaxserve.embedding import Pooler, as_request
 from jaxserve.messages import (
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_STOP,
     AbortRequest,
+    AddEmbedding,
     AddRequest,
     EngineStats,
     FlushCache,
@@ -33,6 +38,7 @@ from jaxserve.messages import (
     RequestOutput,
     Shutdown,
     ToEngine,
+    num_outputs,
 )
 from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import InvalidParameter
@@ -116,7 +122,7 @@ class Engine:
     def handle(self, message: ToEngine) -> None:
         """Take one message. Answers come with the next step(), a failure of the scheduler as well."""
         try:
-            if isinstance(message, AddRequest):
+            if isinstance(message, AddRequest | AddEmbedding):
                 self.add(message)
             elif isinstance(message, AbortRequest):
                 self.abort(message.request_id)
@@ -127,19 +133,25 @@ class Engine:
         except Exception as error:
             self._crash(error)
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: AddRequest | AddEmbedding) -> None:
         """Queue a prompt, or answer each of its n continuations with FINISH_ERROR saying what is wrong with it."""
         try:
             self._check_open(message)
-            self._limits.check(message)
-            self._admit(message)
+            if isinstance(message, AddEmbedding):
+                self._limits.check_embedding(message, self.model)
+                self._admit(as_request(message), Pooler(message, self.model.pooling))
+            else:
+                if self.model.task != "generate":
+                    raise InvalidParameter("model", self.model.name, "embeddings only: this model continues no text")
+                self._limits.check(message)
+                self._admit(message)
         except InvalidParameter as mistake:
             self._refuse(message, str(mistake), mistake.parameter)
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
             self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
 
-    def _check_open(self, message: AddRequest) -> None:
+    def _check_open(self, message: AddRequest | AddEmbedding) -> None:
         """Raise InvalidParameter for an id in flight, a full queue or a shutdown (the last two will pass)."""
         if message.request_id in self._groups:
             raise InvalidParameter("request_id", message.request_id, "an id that is not in flight")
@@ -234,9 +246,9 @@ class Engine:
         if close is not None:
             close()
 
-    def _admit(self, message: AddRequest) -> None:
-        requests = self._maker.make(message, self._clock())
-        group = Group(message)
+    def _admit(self, message: AddRequest, pooler: Pooler | None = None) -> None:
+        requests = self._maker.make(message, self._clock(), pooling="" if pooler is None else pooler.pooling)
+        group = Group(message, pooler)
         group.join(requests, self._detokenizer)
         for num_added, request in enumerate(requests):
             try:
@@ -254,9 +266,10 @@ class Engine:
         logger.error("the engine cannot go on", exc_info=error)
         self._failure = f"{type(error).__name__}: {error}"
 
-    def _refuse(self, message: AddRequest, error: str, parameter: str | None) -> None:
-        self._finished[FINISH_ERROR] += message.params.n
-        for index in range(message.params.n):
+    def _refuse(self, message: AddRequest | AddEmbedding, error: str, parameter: str | None) -> None:
+        count = num_outputs(message)
+        self._finished[FINISH_ERROR] += count
+        for index in range(count):
             self._outbox.append(
                 RequestOutput(
                     request_id=message.request_id,
@@ -308,7 +321,16 @@ class Engine:
                 host_seconds=flight.host_seconds,
             )
         )
+        if result.pooled is not None:
+            self._pool(decision, result.pooled)
         self._take(self.scheduler.apply(decision, result))
+
+    def _pool(self, decision: StepDecision, pooled: np.ndarray) -> None:
+        """Hand the pooled states [rows, hidden] of a step to the embeddings that its rows belong to."""
+        for work, values in zip(decision.rows, pooled):
+            member = self._by_number.get(work.request_id)
+            if work.pooling and member is not None and member.group.pooler is not None:
+                member.group.pooler.take(work.start, work.num_tokens, values)
 
     def _take(self, events: Iterable[TokenEvent]) -> None:
         touched: dict[int, Continuation] = {}
@@ -334,7 +356,8 @@ class Engine:
         request = member.request
         num_before = member.num_output_tokens
         stop = member.advance()
-        self._num_output_tokens += member.num_output_tokens - num_before
+        if member.group.pooler is None:
+            self._num_output_tokens += member.num_output_tokens - num_before
         if stop is not None:
             if not request.is_finished:
                 self.scheduler.finish(request.number, FINISH_STOP, stop)
@@ -355,6 +378,8 @@ class Engine:
     ) -> None:
         """The last output of a continuation, whose request the scheduler has already finished."""
         output = member.last_output(reason, stop_reason=stop_reason, error=error, parameter=parameter)
+        if member.group.pooler is not None:
+            output = self._embedding(member, output)
         self._outbox.append(output)
         self._finished[output.finish_reason or reason] += 1
         del self._by_number[member.request.number]
@@ -362,6 +387,20 @@ class Engine:
         group.num_unfinished -= 1
         if not group.num_unfinished:
             del self._groups[group.message.request_id]
+
+    def _embedding(self, member: Continuation, output: RequestOutput) -> RequestOutput:
+        """The vector instead of the one token that was computed with it; aborts and errors as they are."""
+        pooler = member.group.pooler
+        assert pooler is not None
+        if output.finish_reason in (FINISH_ABORT, FINISH_ERROR):
+            return msgspec.structs.replace(output, text="", token_ids=[], num_output_tokens=0)
+        try:
+            return pooler.output(member.request.num_cached_tokens)
+        except Exception as error:
+            logger.exception("request %s failed", output.request_id)
+            return msgspec.structs.replace(
+                output, text="", token_ids=[], num_output_tokens=0, finish_reason=FINISH_ERROR, error=str(error)
+            )
 
     def _fail(self, member: Continuation, error: Exception) -> None:
         """An exception while the output of one request was made ends that request alone."""

@@ -107,7 +107,7 @@ class EngineLoop:
             fields: Any = msgspec.msgpack.decode(data)
         except (msgspec.DecodeError, ValueError):
             return
-        if isinstance(fields, dict) and fields.get("type") == "AddRequest":
+        if isinstance(fields, dict) and fields.get("type") in ("AddRequest", "AddEmbedding"):
             request_id = fields.get("request_id")
             if isinstance(request_id, str):
                 refusal = RequestOutput(request_id=request_id, finish_reason=FINISH_ERROR, error=str(error))

@@ -58,6 +58,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         dtype=str(runner.dtype),
         num_pages=geometry.num_pages,
         page_size=geometry.page_size,
+        task=runner.model_config.task,
+        pooling=runner.model_config.pooling,
+        embedding_size=runner.model_config.hidden_size,
     )
     return Engine(runner, tokenizer, config, model=model)
 

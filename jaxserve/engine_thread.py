@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jaxserve.engine import Engine, EngineCrash
-from jaxserve.messages import FINISH_ERROR, AddRequest, RequestOutput
+from jaxserve.messages import FINISH_ERROR, AddEmbedding, AddRequest, RequestOutput, num_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, message: AddRequest, deliver: Deliver) -> None:
+    def submit(self, message: AddRequest | AddEmbedding, deliver: Deliver) -> None:
         """Queue a request. Raises EngineCrash if the engine is gone."""
         self._post(lambda: self._add(message, deliver))
 
@@ -88,13 +88,13 @@ class EngineThread:
                 raise EngineCrash(str(self._crash))
             self._inbox.put(action)
 
-    def _add(self, message: AddRequest, deliver: Deliver) -> None:
+    def _add(self, message: AddRequest | AddEmbedding, deliver: Deliver) -> None:
         if self._crash is not None:
             deliver(self._crash)
             return
         if message.request_id in self._subscribers:
             error = f"request_id: got {message.request_id!r}; allowed: an id that is not in flight"
-            for index in range(message.params.n):
+            for index in range(num_outputs(message)):
                 deliver(
                     RequestOutput(
                         request_id=message.request_id,
@@ -105,7 +105,7 @@ class EngineThread:
                     )
                 )
             return
-        self._subscribers[message.request_id] = (deliver, set(range(message.params.n)))
+        self._subscribers[message.request_id] = (deliver, set(range(num_outputs(message))))
         self._engine.add(message)
 
     def _run(self) -> None:

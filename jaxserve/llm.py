@@ -21,12 +21,14 @@ import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.engine import Engine, EngineCrash
 from jaxserve.engine_process import build_engine
 from jaxserve.engine_thread import EngineThread
-from jaxserve.messages import AddRequest, EngineStats, RequestOutput
-from jaxserve.outputs import Gatherer, GenerationOutput, Piece, RequestRefused
+from jaxserve.messages import AddEmbedding, AddRequest, EngineStats, RequestOutput
+from jaxserve.outputs import Gatherer, GenerationOutput, Piece, RequestRefused, raise_for_error
 from jaxserve.progress import GenerationProgress, LoadingProgress
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
@@ -209,6 +211,48 @@ class LLM:
                     raise output
                 _count_down(unfinished, output)
                 yield output
+
+    # Embeddings
+
+    def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: str = "",
+        normalize: bool = True,
+        dimensions: int = 0,
+    ) -> np.ndarray:
+        """Vectors of one text or several (text, or lists of token ids): float32 [texts, dimensions].
+
+        pooling: "last" token, "mean" of all tokens, "cls" (encoders); "": what the model was made for. dimensions: the
+        first so many values, 0 for all. Raises what generate() raises.
+        """
+        answers: queue.SimpleQueue[RequestOutput | EngineCrash] = queue.SimpleQueue()
+        numbers: dict[str, int] = {}
+        prompts = _as_list(texts)
+        vectors: list[list[float]] = [[]] * len(prompts)
+        with self._aborting(numbers):
+            for number, prompt in enumerate(prompts):
+                ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt, number)
+                message = AddEmbedding(
+                    request_id=f"llm-{next(self._ids)}", prompt=ids, pooling=pooling, normalize=normalize,
+                    dimensions=dimensions,
+                )  # fmt: skip
+                numbers[message.request_id] = number
+                self._thread.submit(message, answers.put)
+            while numbers:
+                output = _next(answers)
+                number = numbers.pop(output.request_id)
+                try:
+                    raise_for_error(output)
+                except RequestRefused as refusal:
+                    if len(prompts) > 1:
+                        refusal.add_note(f"in text {number} of {len(prompts)}")
+                    raise
+                if output.embedding is None:
+                    raise EngineCrash(f"text {number} was ended ({output.finish_reason}) without an embedding")
+                vectors[number] = output.embedding
+        return np.asarray(vectors, np.float32)
 
     # Tokens
 

@@ -1,6 +1,6 @@
 """Typed messages between a front end (HTTP server, LLM) and the engine. msgspec msgpack, never pickle. No jax.
 
-Front end -> engine: AddRequest, AbortRequest, FlushCache, Shutdown.
+Front end -> engine: AddRequest, AddEmbedding, AbortRequest, FlushCache, Shutdown.
 Engine -> front end: EngineReady (once, when warm), OutputBatch (one per step), Heartbeat, EngineFailed.
 """
 
@@ -33,6 +33,30 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     namespace: str = ""
     priority: int = 0
     stream_interval: int = 1
+    deadline_s: float | None = None
+
+
+POOLINGS = ("last", "mean", "cls")
+
+
+class AddEmbedding(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One text to turn into a vector. Answered by one RequestOutput with `embedding` and FINISH_STOP, or FINISH_ERROR.
+
+    prompt       token ids as the model's tokenizer makes them, special tokens included
+    pooling      which hidden states behind the final norm make the vector: "last" token, "mean" of all, "cls" (the
+                 first; encoders only); "": what the model was trained with (ModelInfo.pooling)
+    normalize    scale the vector to length one
+    dimensions   keep the first so many values (before normalising); 0: all (ModelInfo.embedding_size)
+    namespace, priority, deadline_s   as in AddRequest
+    """
+
+    request_id: str
+    prompt: list[int]
+    pooling: str = ""
+    normalize: bool = True
+    dimensions: int = 0
+    namespace: str = ""
+    priority: int = 0
     deadline_s: float | None = None
 
 
@@ -73,6 +97,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason     None while it runs; stop_reason: the stop string or stop token id, None for eos
     num_prompt_tokens, num_cached_tokens, num_output_tokens   totals so far
     error        with FINISH_ERROR: what went wrong, in the client's terms
+    embedding    the answer to AddEmbedding
     """
 
     request_id: str
@@ -88,6 +113,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_output_tokens: int = 0
     error: str | None = None
     parameter: str | None = None
+    embedding: list[float] | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +148,12 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end must know to check requests before sending them."""
+    """What a front end must know to check requests before sending them.
+
+    task             "generate": AddRequest and AddEmbedding are answered; "embed": AddEmbedding alone
+    pooling          one of POOLINGS: what AddEmbedding.pooling "" means
+    embedding_size   values of a whole embedding
+    """
 
     name: str
     tokenizer_path: str  # what jaxserve.tokenizer.load_tokenizer takes
@@ -133,6 +164,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_pages: int
     page_size: int
+    task: str = "generate"
+    pooling: str = "last"
+    embedding_size: int = 0
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +179,12 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown
+def num_outputs(message: AddRequest | AddEmbedding) -> int:
+    """Outputs with a finish_reason that a message is answered with: one for each of n continuations."""
+    return message.params.n if isinstance(message, AddRequest) else 1
+
+
+ToEngine = AddRequest | AddEmbedding | AbortRequest | FlushCache | Shutdown
 FromEngine = EngineReady | OutputBatch | Heartbeat | EngineFailed
 
 encode = msgspec.msgpack.Encoder().encode

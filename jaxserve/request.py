@@ -27,6 +27,7 @@ class Request:
     output_ids          tokens known to the host, in order (the device may be one or two ahead)
     max_total_tokens    prompt + output at most (max_tokens and the context limit, whichever is smaller)
     num_cached_tokens   prompt tokens whose K/V came from the cache at the first admission
+    pooling             of an embedding: "last", "mean"; "" for a text to continue
     finish_reason       see messages.FINISH_*; stop_reason: the stop string or stop token, None for eos
     """
 
@@ -41,6 +42,7 @@ class Request:
     namespace: str = ""
     priority: int = 0
     arrival: float = 0.0
+    pooling: str = ""
     status: Status = Status.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0

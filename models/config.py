@@ -165,6 +165,8 @@ class ModelConfig:
     attention_softcap, logit_softcap   c tanh(x / c) on scores, on logits; 0: none
     eos_token_ids       every token that ends a text
     num_draft_layers    layers behind the last whose weights a file may hold for drafting; they are not loaded
+    task                "generate", or "embed" for a decoder without a head, made for embeddings
+    pooling             of embeddings: "last" or "mean"
     """
 
     architecture: str
@@ -199,6 +201,8 @@ class ModelConfig:
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     num_draft_layers: int = 0
+    task: str = "generate"
+    pooling: str = "last"
 
     def __post_init__(self) -> None:
         for name in (

@@ -78,3 +78,7 @@ class Model(Protocol):
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [S, hidden_size] -> logits [S, vocab_size] float32, final norm and soft cap included."""
         ...
+
+    def compute_embeddings(self, hidden: jax.Array) -> jax.Array:
+        """hidden [S, hidden_size] -> the same behind the final norm, float32: what embeddings are pooled from."""
+        ...

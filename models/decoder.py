@@ -108,6 +108,10 @@ class Decoder(nnx.Module):
             logits = self.embedding.logits(x) if self.head is None else self.head(x)
             return soft_cap(logits, self.config.logit_softcap)
 
+    def compute_embeddings(self, hidden: jax.Array) -> jax.Array:
+        """hidden [S, hidden] -> [S, hidden] float32 behind the final norm."""
+        return self.final_norm(hidden)
+
     def _precision(self) -> jax.default_matmul_precision:
         # Accelerators multiply float32 in fewer bits unless told otherwise.
         return jax.default_matmul_precision("highest" if self.options.dtype == "float32" else "default")

@@ -25,7 +25,8 @@ class StepLayout:
     """Where each section of a step's inputs lies. Sections of fixed size come first, those of T tokens last, so
     that one buffer serves every bucket: a step uses its first `size(T)` words.
 
-    table_row [R] names the place in the device tables of each row of the step; unused rows 0.
+    table_row [R] names the place in the device tables of each row of the step; unused rows 0. pooling [R] is
+    RowWork.pooling.
     """
 
     shapes: StepShapes
@@ -38,6 +39,7 @@ class StepLayout:
             ("query_start", (rows + 1,)),
             ("seq_len", (rows,)),
             ("table_row", (rows,)),
+            ("pooling", (rows,)),
             ("num_rows", (1,)),
             ("sample_index", (self.shapes.max_num_samples,)),
             ("token_ids", (num_tokens,)),
@@ -65,8 +67,9 @@ class StepLayout:
         }
 
 
-def unpack(layout: StepLayout, packed: jax.Array, num_tokens: int) -> tuple[StepInputs, jax.Array]:
-    """Inside a program: the packed step -> (StepInputs whose token_ids may still be LAST_TOKEN, table_row [R])."""
+def unpack(layout: StepLayout, packed: jax.Array, num_tokens: int) -> tuple[StepInputs, jax.Array, jax.Array]:
+    """Inside a program: the packed step -> (StepInputs whose token_ids may still be LAST_TOKEN, table_row [R],
+    pooling [R])."""
     part = layout.split(packed, num_tokens)
     batch = RaggedBatch(
         positions=part["positions"],
@@ -77,7 +80,7 @@ def unpack(layout: StepLayout, packed: jax.Array, num_tokens: int) -> tuple[Step
         page_table=part["page_table"],
         num_rows=part["num_rows"],
     )
-    return StepInputs(part["token_ids"], batch, part["sample_index"]), part["table_row"]
+    return StepInputs(part["token_ids"], batch, part["sample_index"]), part["table_row"], part["pooling"]
 
 
 class StepBuffer:
@@ -137,6 +140,8 @@ class BatchBuilder:
             raise ValueError(f"row: got {table_row.tolist()}; allowed: 0 to {shapes.max_num_rows - 1}")
         out["table_row"][:num_rows] = table_row
         out["table_row"][num_rows:] = 0
+        out["pooling"][:num_rows] = [row.pooling for row in rows]
+        out["pooling"][num_rows:] = 0
         out["num_rows"][0] = num_rows
         needed = -(-(start + count) // shapes.page_size)
         if needed.max() > shapes.pages_per_row:

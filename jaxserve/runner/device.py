@@ -22,11 +22,13 @@ Compiled = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A step on its way. `hidden` is ready when forward has run, `tokens` when the step has."""
+    """A step on its way. `hidden` and `pooled` are ready when forward has run, `tokens` when the step has. pooled is
+    None unless a row asks for it."""
 
     step_id: int
     num_samples: int
     hidden: jax.Array
+    pooled: jax.Array | None
     tokens: jax.Array | None
     logprobs: Logprobs | None
     buffer: StepBuffer
@@ -83,14 +85,16 @@ class StepRunner:
         self.reset_rows(decision.resets)
         self.write_biases(biases)
         self.copy_pages(decision.copies)
-        hidden = self.forward(bucket, packed)
+        hidden, pooled = self.forward_pooled(bucket, packed)
         tokens, logprobs = None, None
         if staged is not None:
             logits = self.head(staged.bucket, hidden)
             tokens = self.sample(staged, logits)
             if staged.logprob_ids is not None:
                 logprobs = self.programs["logprobs", staged.bucket](logits, tokens, staged.logprob_ids)
-        return StepHandle(decision.step_id, len(decision.samples), hidden, tokens, logprobs, buffer)
+        if not any(row.pooling for row in decision.rows):
+            pooled = None
+        return StepHandle(decision.step_id, len(decision.samples), hidden, pooled, tokens, logprobs, buffer)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and read what it sampled."""
@@ -103,15 +107,21 @@ class StepRunner:
         else:
             tokens, found = jax.device_get((handle.tokens, handle.logprobs))
             result = StepResult(handle.step_id, tokens[:count], *(part[:count] for part in found))
+        if handle.pooled is not None:
+            result = dataclasses.replace(result, pooled=np.asarray(handle.pooled))
         # The step is over, so the device no longer reads its buffer.
         self._free_buffers.append(handle.buffer)
         return result
 
     def forward(self, bucket: int, packed: np.ndarray) -> jax.Array:
         """Run the model. Returns hidden [max_num_samples, hidden_size]."""
-        state = self.state
-        hidden, state.pages = self.programs["forward", bucket](self.leaves, state.pages, state.last_token, packed)
-        return hidden
+        return self.forward_pooled(bucket, packed)[0]
+
+    def forward_pooled(self, bucket: int, packed: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Run the model. Returns hidden [max_num_samples, hidden_size] and pooled [rows, hidden_size]."""
+        state, program = self.state, self.programs["forward", bucket]
+        hidden, pooled, state.pages = program(self.leaves, state.pages, state.last_token, packed)
+        return hidden, pooled
 
     def head(self, bucket: int, hidden: jax.Array) -> jax.Array:
         """logits [bucket, V] of the first `bucket` hidden states."""

@@ -20,9 +20,11 @@ from jax import lax
 
 from jaxserve.models.contract import KVPages, Model, StepInputs
 from jaxserve.pallas_kernels import page_copy
+from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
+from jaxserve.scheduler.decision import POOL_SUM
 
 COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
 
@@ -181,14 +183,30 @@ def forward(
     pages: Pages,  # donated
     last_token: jax.Array,  # [rows of the device tables] int32
     packed: jax.Array,  # [layout.size(num_tokens)] int32
-) -> tuple[jax.Array, Pages]:
-    """Returns (hidden [max_num_samples, hidden_size] of the sampled positions, updated pages)."""
-    inputs, table_row = batch_builder.unpack(layout, packed, num_tokens)
+) -> tuple[jax.Array, jax.Array, Pages]:
+    """Returns (hidden [max_num_samples, hidden_size] of the sampled positions, pooled [rows, hidden_size] of those
+    that make embeddings, updated pages)."""
+    inputs, table_row, pooling = batch_builder.unpack(layout, packed, num_tokens)
     row = jnp.minimum(inputs.batch.row_of_token, table_row.shape[0] - 1)
     tokens = jnp.where(inputs.token_ids < 0, last_token[table_row[row]], inputs.token_ids)
     inputs = StepInputs(tokens, inputs.batch, inputs.sample_index)
-    hidden, updated = rebuild(leaves)(inputs, KVPages(pages))
-    return hidden[inputs.sample_index], updated.layers
+    model = rebuild(leaves)
+    hidden, updated = model(inputs, KVPages(pages))
+    return hidden[inputs.sample_index], pool(model, hidden, inputs.batch, pooling), updated.layers
+
+
+def pool(model: Model, hidden: jax.Array, batch: RaggedBatch, pooling: jax.Array) -> jax.Array:
+    """hidden [T, hidden_size] -> [R, hidden_size] float32 behind the final norm: of each row its last token (POOL_LAST)
+    or the sum over its tokens (POOL_SUM); zeros, and hardly any time, in steps where no row asks (pooling [R])."""
+    num_rows = pooling.shape[0]
+
+    def compute() -> jax.Array:
+        states = model.compute_embeddings(hidden)
+        sums = jax.ops.segment_sum(states, batch.row_of_token, num_segments=num_rows)  # padding has no segment
+        last = states[jnp.maximum(batch.query_start[1:] - 1, 0)]
+        return jnp.where((pooling == POOL_SUM)[:, None], sums, last)
+
+    return lax.cond(jnp.any(pooling != 0), compute, lambda: jnp.zeros((num_rows, hidden.shape[1]), jnp.float32))
 
 
 def head(rebuild: Callable[[Leaves], Model], num_samples: int, leaves: Leaves, hidden: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.sampling_params import SamplingParams
 
+POOL_NONE, POOL_LAST, POOL_SUM = range(3)  # in RowWork.pooling
 LAST_TOKEN = -1  # in RowWork.token_ids: the token last sampled for this row, which only the device knows yet
 
 
@@ -26,6 +27,7 @@ class RowWork:
     token_ids   int32 [num_tokens]; LAST_TOKEN only as the single token of a decoding row
     pages       int32 [>= ceil((start + num_tokens) / page_size)]: the request's pages in order. A snapshot: the
                 scheduler does not change it afterwards
+    pooling     POOL_LAST, POOL_SUM: StepResult.pooled is wanted, of the last token or summed over all
     """
 
     request_id: int
@@ -33,6 +35,7 @@ class RowWork:
     start: int
     token_ids: np.ndarray
     pages: np.ndarray
+    pooling: int = POOL_NONE
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +118,8 @@ class StepResult:
     ranks          int32 [n] or None: how many tokens of the vocabulary score higher, plus 1
     top_ids        int32 [n, K] or None, best first;  top_logprobs float32 [n, K] or None
     named_logprobs float32 [n, MAX_LOGPROB_TOKEN_IDS] or None: those of params.logprob_token_ids, in that order
+    pooled         float32 [rows of the step, hidden] or None: hidden states behind the final norm, as RowWork.pooling
+                   says; rows that did not ask hold anything
     """
 
     step_id: int
@@ -124,6 +129,7 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     named_logprobs: np.ndarray | None = None
+    pooled: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
 from jaxserve.scheduler import policy
 from jaxserve.scheduler.decision import (
     LAST_TOKEN,
+    POOL_LAST,
+    POOL_NONE,
+    POOL_SUM,
     CacheGeometry,
     PageCopy,
     RowReset,
@@ -80,7 +83,10 @@ class StepPlan:
         is_decode = not sequence.is_prefilling
         start = sequence.num_computed
         token_ids = _LAST if is_decode and sequence.num_pending else sequence.tokens[start : start + size]
-        work = RowWork(sequence.request.number, sequence.row, start, token_ids, sequence.pages[: sequence.num_pages])
+        work = RowWork(
+            sequence.request.number, sequence.row, start, token_ids, sequence.pages[: sequence.num_pages],
+            _pooling(sequence, start + size),
+        )  # fmt: skip
         sequence.num_computed = start + size
         ends = sequence.num_computed == sequence.length and sequence.may_grow
         if is_decode:
@@ -150,6 +156,13 @@ class StepPlan:
             )
             self._prefill_samples.append((self.num_prefill_tokens + index - 1 - start, work))
             sequence.num_scored = index + 1
+
+
+def _pooling(sequence: Sequence, end: int) -> int:
+    pooling = sequence.request.pooling
+    if pooling == "mean":
+        return POOL_SUM
+    return POOL_LAST if pooling and end == sequence.num_prompt else POOL_NONE
 
 
 def _at(work: SampleWork, token_index: int) -> SampleWork:

@@ -86,6 +86,8 @@ class Sequence:
     @property
     def match_limit(self) -> int:
         """Tokens that may come from the cache: the last one is computed, and what has no score yet."""
+        if self.request.pooling == "mean":
+            return 0  # the state of every token is needed, and pages hold keys and values only
         return self.num_scored - 1 if self.wants_scores else self.num_known - 1
 
     def append(self, token: int) -> None:

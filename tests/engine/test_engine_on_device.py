@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from engine_fakes import ByteTokenizer, last_of, run_dry
 
 sys.path.append(str(Path(__file__).parents[1] / "runner"))
 
-from tiny_runner_model import EOS, VOCAB, build_model, build_runner, full_logits
+from tiny_runner_model import EOS, VOCAB, build_model, full_logits
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
@@ -49,13 +48,6 @@ def greedy_tokens(prompt: list[int]) -> list[int]:
     for _ in range(NUM_TOKENS):
         sequence.append(int(full_logits(model, sequence)[-1].argmax()))
     return sequence[len(prompt) :]
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[ModelRunner]:
-    runner = build_runner()
-    yield runner
-    runner.close()
 
 
 def generate(runner: ModelRunner, *, overlap: bool, **options: object) -> dict[str, list[int]]:

@@ -51,7 +51,7 @@ def decisions(draw: st.DrawFn) -> StepDecision:
         pages, free = np.array(free[:needed], np.int32), free[needed:]
         low = -1 if index < num_decodes else 0
         tokens = np.array([draw(st.integers(low, 69)) for _ in range(count)], np.int32)
-        rows.append(RowWork(index, places[index], start, tokens, pages))
+        rows.append(RowWork(index, places[index], start, tokens, pages, draw(st.integers(0, 2))))
     total = sum(row.num_tokens for row in rows)
     picked = draw(st.lists(st.integers(0, total - 1), max_size=SHAPES.max_num_samples))
     samples = tuple(SampleWork(0, 0, index, 0, 0, 0, SamplingParams()) for index in picked)
@@ -76,7 +76,8 @@ def test_packed_steps_equal_a_loop(steps: list[StepDecision]) -> None:
 def loop_over_rows(step: StepDecision, bucket: int) -> dict[str, list]:
     out: dict[str, list] = {
         "token_ids": [], "positions": [], "row_of_token": [], "write_slot": [], "query_start": [0],
-        "seq_len": [], "page_table": [], "table_row": [], "num_rows": [len(step.rows)], "sample_index": [],
+        "seq_len": [], "page_table": [], "table_row": [], "pooling": [], "num_rows": [len(step.rows)],
+        "sample_index": [],
     }  # fmt: skip
     for index, row in enumerate(step.rows):
         for offset, token in enumerate(row.token_ids):
@@ -90,11 +91,13 @@ def loop_over_rows(step: StepDecision, bucket: int) -> dict[str, list]:
         out["seq_len"].append(row.start + row.num_tokens)
         out["page_table"].append([*row.pages[:used].tolist(), *[0] * (6 - used)])
         out["table_row"].append(row.row)
+        out["pooling"].append(row.pooling)
     for _ in range(5 - len(step.rows)):
         out["query_start"].append(len(out["token_ids"]))
         out["seq_len"].append(0)
         out["page_table"].append([0] * 6)
         out["table_row"].append(0)
+        out["pooling"].append(0)
     padding = bucket - len(out["token_ids"])
     for name, value in (("token_ids", 0), ("positions", 0), ("row_of_token", 5), ("write_slot", 160)):
         out[name] += [value] * padding

@@ -25,6 +25,8 @@ class TinyConfig:
     hidden_size: int = HIDDEN
     max_position_embeddings: int = 64
     eos_token_ids: tuple[int, ...] = (EOS,)
+    task: str = "generate"
+    pooling: str = "last"
 
 
 @functools.partial(
@@ -62,6 +64,9 @@ class TinyModel:
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         return _matmul(hidden, self.head)
+
+    def compute_embeddings(self, hidden: jax.Array) -> jax.Array:
+        return 2 * hidden
 
 
 def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -103,7 +108,12 @@ def build_runner(**changes: object) -> ModelRunner:
 
 def full_logits(model: TinyModel, token_ids: list[int]) -> np.ndarray:
     """Logits [tokens, V] of a whole sequence by dense attention in float64."""
-    embed, head = np.asarray(model.embed, np.float64), np.asarray(model.head, np.float64)
+    return full_hidden(model, token_ids) @ np.asarray(model.head, np.float64)
+
+
+def full_hidden(model: TinyModel, token_ids: list[int]) -> np.ndarray:
+    """Hidden states [tokens, HIDDEN] of a whole sequence in float64."""
+    embed = np.asarray(model.embed, np.float64)
     length = len(token_ids)
     position = np.arange(length)[:, None] * np.arange(1.0, HIDDEN + 1)
     x = embed[token_ids] + 0.1 * np.sin(position)
@@ -118,4 +128,4 @@ def full_logits(model: TinyModel, token_ids: list[int]) -> np.ndarray:
         weight = np.exp(scores - scores.max(-1, keepdims=True))
         weight /= weight.sum(-1, keepdims=True)
         x = np.tanh(x + np.einsum("hqk,khd->qhd", weight, v).reshape(length, -1) @ w_o)
-    return x @ head
+    return x
