@@ -10,8 +10,8 @@ import random
 import numpy as np
 
 from jaxserve.embedding import check_embedding
-from jaxserve.messages import AddEmbedding, AddRequest, ModelInfo
-from jaxserve.request import Request
+from jaxserve.messages import AddEmbedding, AddRequest, ModelInfo, ProgramPart
+from jaxserve.request import ALONE, Request
 from jaxserve.sampling_params import InvalidParameter
 
 _MASK64 = 2**64 - 1
@@ -35,11 +35,13 @@ def continuation_seed(seed: int, index: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """vocab_size of the model; max_model_len in tokens; max_cached_tokens: what all pages together hold."""
+    """vocab_size of the model; max_model_len in tokens; max_cached_tokens: what all pages together hold;
+    max_next_ids: how many tokens one step can always score after a prompt."""
 
     vocab_size: int
     max_model_len: int
     max_cached_tokens: int
+    max_next_ids: int = 1
 
     @property
     def max_total_tokens(self) -> int:
@@ -53,6 +55,22 @@ class Limits:
         self._check_deadline(message.deadline_s)
         self._check_prompt(message.prompt)
         message.params.check_vocabulary(self.vocab_size)
+        if message.part is not None:
+            self._check_part(message, message.part)
+
+    def _check_part(self, message: AddRequest, part: ProgramPart) -> None:
+        if not math.isfinite(part.lease_s) or part.lease_s <= 0:
+            raise InvalidParameter("lease_s", part.lease_s, "a finite number of seconds above 0")
+        if not part.next_ids:
+            return
+        if len(part.next_ids) > self.max_next_ids:
+            raise InvalidParameter("next_ids", f"{len(part.next_ids)} tokens", f"at most {self.max_next_ids}")
+        if min(part.next_ids) < 0 or max(part.next_ids) >= self.vocab_size:
+            raise InvalidParameter("next_ids", list(part.next_ids), f"token ids 0 to {self.vocab_size - 1}")
+        if message.params.n != 1:
+            raise InvalidParameter("n", message.params.n, "1 with next_ids")
+        if message.params.prompt_logprobs is None:
+            raise InvalidParameter("prompt_logprobs", None, "0 or more with next_ids")
 
     def check_embedding(self, message: AddEmbedding, model: ModelInfo) -> None:
         """Raise InvalidParameter, naming the field, unless a decoder can make the embedding."""
@@ -95,6 +113,9 @@ class RequestMaker:
         limit = self._limits.max_total_tokens
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
+        part = message.part or ALONE
+        if part.next_ids:
+            limit = len(prompt)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         requests: list[Request] = []
         for index in range(params.n):
@@ -111,6 +132,8 @@ class RequestMaker:
                 priority=message.priority,
                 arrival=arrival,
                 pooling=pooling,
+                part=part,
+                keep_as=message.request_id if part.keep and index == 0 else "",
             )
             requests.append(request)
         return requests

@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.embedding import Pooler
-from jaxserve.messages import FINISH_ABORT, FINISH_ERROR, FINISH_STOP, AddRequest, RequestOutput, TokenLogprob
+from jaxserve.messages import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    AddRequest,
+    RequestOutput,
+    TokenLogprob,
+)
 from jaxserve.request import Request, TokenEvent
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot carry
@@ -31,7 +39,7 @@ class Group:
     """One AddRequest in flight: its n continuations and the scores of the prompt they share. pooler: of an
     AddEmbedding, which one continuation of one token computes."""
 
-    __slots__ = ("members", "message", "num_unfinished", "pooler", "prompt_logprobs")
+    __slots__ = ("members", "message", "next_logprobs", "num_unfinished", "pooler", "prompt_logprobs")
 
     def __init__(self, message: AddRequest, pooler: Pooler | None = None) -> None:
         self.message = message
@@ -41,6 +49,8 @@ class Group:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if message.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(message.prompt)
+        part = message.part
+        self.next_logprobs: list[float] | None = [] if part is not None and part.next_ids else None
 
     def join(self, requests: Sequence[Request], detokenizer: Detokenizer) -> None:
         self.members = [Continuation(self, request, detokenizer) for request in requests]
@@ -108,6 +118,10 @@ class Continuation:
 
     def take(self, event: TokenEvent) -> None:
         if event.prompt_index:
+            if event.prompt_index == len(self.request.prompt):
+                assert self.group.next_logprobs is not None and event.logprob is not None
+                self.group.next_logprobs.append(_finite(event.logprob))
+                return
             assert self.group.prompt_logprobs is not None
             self.group.prompt_logprobs[event.prompt_index] = _token_logprob(event)
             return
@@ -205,6 +219,7 @@ class Continuation:
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=scores,
+            next_logprobs=group.next_logprobs if finish_reason == FINISH_LENGTH else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_prompt_tokens=len(request.prompt),

@@ -35,6 +35,7 @@ from jaxserve.messages import (
     EngineStats,
     FlushCache,
     ModelInfo,
+    ReleaseKept,
     RequestOutput,
     Shutdown,
     ToEngine,
@@ -103,6 +104,7 @@ class Engine:
             vocab_size=model.vocab_size,
             max_model_len=min(model.max_model_len, geometry.max_model_len),
             max_cached_tokens=(geometry.num_pages - 1) * geometry.page_size,
+            max_next_ids=max(1, geometry.max_num_samples - geometry.max_num_rows),
         )
         self._maker = RequestMaker(self._limits, frozenset(model.eos_token_ids), config.seed)
         self._groups: dict[str, Group] = {}
@@ -128,6 +130,8 @@ class Engine:
                 self.abort(message.request_id)
             elif isinstance(message, FlushCache):
                 self.flush_cache()
+            elif isinstance(message, ReleaseKept):
+                self.release_kept(message.request_ids)
             elif isinstance(message, Shutdown):
                 self.shutdown(message.drain_s)
         except Exception as error:
@@ -175,6 +179,11 @@ class Engine:
     def flush_cache(self) -> None:
         """Forget cached prefixes that nobody uses."""
         self.scheduler.flush_cache()
+
+    def release_kept(self, request_ids: Iterable[str]) -> None:
+        """Pages kept under these ids are not needed any more; nor will those of requests that still run be."""
+        for request_id in request_ids:
+            self.scheduler.release_kept(request_id)
 
     def shutdown(self, drain_s: float) -> None:
         """Refuse new requests; end what still runs after `drain_s` seconds. A second call can only shorten it."""
@@ -419,6 +428,7 @@ class Engine:
 
     def _expire(self) -> None:
         now = self._clock()
+        self.scheduler.kept.expire(now)
         for group in self._deadlines.pop_due(now):
             if group.num_unfinished:
                 limit = f"{group.message.deadline_s:g} s"

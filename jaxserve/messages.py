@@ -1,6 +1,6 @@
 """Typed messages between a front end (HTTP server, LLM) and the engine. msgspec msgpack, never pickle. No jax.
 
-Front end -> engine: AddRequest, AddEmbedding, AbortRequest, FlushCache, Shutdown.
+Front end -> engine: AddRequest, AddEmbedding, AbortRequest, FlushCache, ReleaseKept, Shutdown.
 Engine -> front end: EngineReady (once, when warm), OutputBatch (one per step), Heartbeat, EngineFailed.
 """
 
@@ -16,6 +16,24 @@ FINISH_ABORT = "abort"
 FINISH_ERROR = "error"
 
 
+class ProgramPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request as a part of a program. All but next_ids are hints, on which no answer depends.
+
+    program     requests of a program that began earlier run first
+    base        id of a request whose kept pages may hold the beginning of this prompt; it is waited for if it runs
+    keep        the pages of continuation 0 stay when it has ended, under the request's id, until ReleaseKept, until
+                nobody has used them for lease_s seconds, or until requests need their room
+    next_ids    nothing is sampled: the answer is next_logprobs, how likely each of these tokens is after the prompt;
+                with prompt_logprobs, and a prompt_logprobs_start that may be the prompt's length (none of its own)
+    """
+
+    program: str = ""
+    base: str = ""
+    keep: bool = False
+    lease_s: float = 60.0
+    next_ids: tuple[int, ...] = ()
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One prompt. request_id is made by the front end and unique to it; a second one in flight is refused.
 
@@ -25,6 +43,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stream_interval  tokens between two outputs of a running request (the first and the last come at once);
                  0: only one output at the end
     deadline_s   seconds from arrival after which the request is ended with FINISH_ABORT; None: never
+    part         what it has to do with other requests of one program; None: nothing
     """
 
     request_id: str
@@ -34,6 +53,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     priority: int = 0
     stream_interval: int = 1
     deadline_s: float | None = None
+    part: ProgramPart | None = None
 
 
 POOLINGS = ("last", "mean", "cls")
@@ -68,6 +88,12 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Forget every cached prefix that no running request uses."""
 
 
+class ReleaseKept(msgspec.Struct, frozen=True, tag=True):
+    """Pages kept under these request ids are not needed any more. Ids under which nothing is kept are no mistake."""
+
+    request_ids: list[str]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish what runs (at most drain_s seconds), then end."""
 
@@ -94,6 +120,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs     one per token of token_ids, if asked for
     prompt_logprobs   once, with the first output: one per prompt token, None for the first token and for those
                       before prompt_logprobs_start
+    next_logprobs     once: one per token of ProgramPart.next_ids
     finish_reason     None while it runs; stop_reason: the stop string or stop token id, None for eos
     num_prompt_tokens, num_cached_tokens, num_output_tokens   totals so far
     error        with FINISH_ERROR: what went wrong, in the client's terms
@@ -106,6 +133,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    next_logprobs: list[float] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
@@ -184,7 +212,7 @@ def num_outputs(message: AddRequest | AddEmbedding) -> int:
     return message.params.n if isinstance(message, AddRequest) else 1
 
 
-ToEngine = AddRequest | AddEmbedding | AbortRequest | FlushCache | Shutdown
+ToEngine = AddRequest | AddEmbedding | AbortRequest | FlushCache | ReleaseKept | Shutdown
 FromEngine = EngineReady | OutputBatch | Heartbeat | EngineFailed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -11,7 +11,10 @@ import enum
 
 import numpy as np
 
+from jaxserve.messages import ProgramPart
 from jaxserve.sampling_params import SamplingParams
+
+ALONE = ProgramPart()
 
 
 class Status(enum.Enum):
@@ -28,6 +31,8 @@ class Request:
     max_total_tokens    prompt + output at most (max_tokens and the context limit, whichever is smaller)
     num_cached_tokens   prompt tokens whose K/V came from the cache at the first admission
     pooling             of an embedding: "last", "mean"; "" for a text to continue
+    part                its place in a program, see messages.ProgramPart
+    keep_as             name under which its pages stay when it has ended; "": they do not
     finish_reason       see messages.FINISH_*; stop_reason: the stop string or stop token, None for eos
     """
 
@@ -43,6 +48,8 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     pooling: str = ""
+    part: ProgramPart = ALONE
+    keep_as: str = ""
     status: Status = Status.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
@@ -67,7 +74,8 @@ class TokenEvent:
     """What scheduler.apply() tells of one request, in order.
 
     token_id       the new token (already appended to request.output_ids); for a prompt score: the prompt token
-    prompt_index   >= 1: this is the score of prompt token `prompt_index`, not a new token
+    prompt_index   >= 1: this is the score of prompt token `prompt_index`, not a new token; num_prompt_tokens: of a
+                   token of next_ids, in their order
     logprob, rank, top, named   if asked for; top is [(token id, logprob), ...] best first, exactly as many as asked;
                          named those of logprob_token_ids
     The request's finish_reason is set when this was its last token.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxserve.cache.prefix_cache import PrefixCache
-from jaxserve.cache.radix_tree import Handle
+from jaxserve.scheduler.kept import Kept, KeptPrefixes, Prefix
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
@@ -17,10 +15,45 @@ class PageKeeper:
         self.cache = cache
         self.page_size = page_size
         self.deterministic = deterministic
+        self.kept = KeptPrefixes(cache, page_size, deterministic=deterministic)
 
-    def match(self, sequence: Sequence) -> Handle:
-        """The cached prefix that it could use now; not yet locked."""
-        return self.cache.match(sequence.request.namespace, sequence.tokens, sequence.match_limit)
+    def match(self, sequence: Sequence) -> Prefix:
+        """What of it is in the cache now, or kept for its program; not yet locked."""
+        request, limit = sequence.request, sequence.match_limit
+        handle = self.cache.match(request.namespace, sequence.tokens, limit)
+        return self.kept.extend(handle, request.part.base, request.namespace, sequence.tokens[: max(limit, 0)])
+
+    def acquire(self, prefix: Prefix) -> None:
+        """Lock what is in the tree and take a reference to every page."""
+        self.cache.tree.lock(prefix.handle)
+        self.cache.pool.share(prefix.pages)
+
+    def release(self, prefix: Prefix) -> None:
+        """Undo acquire()."""
+        self.cache.pool.release(prefix.pages)
+        self.cache.tree.unlock(prefix.handle)
+
+    def start(self, sequence: Sequence, row: int, prefix: Prefix) -> None:
+        """Put a sequence on a row, with a prefix that was acquired for it."""
+        sequence.start(row, self.capacity(sequence), prefix.handle, prefix.pages, prefix.num_tokens)
+        sequence.tail_is_shared = prefix.num_tokens % self.page_size != 0
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keep what is computed and known of a running sequence that is about to leave."""
+        if not self.cache.enabled:
+            return
+        valid = self._num_valid(sequence)
+        self.insert(sequence, valid)
+        handle, part = sequence.handle, sequence.request.part
+        assert handle is not None
+        kept = Kept(
+            namespace=sequence.request.namespace,
+            tokens=sequence.tokens[:valid].copy(),
+            pages=sequence.pages[: -(-valid // self.page_size)].copy(),
+            handle=handle,
+            lease_s=part.lease_s,
+        )
+        self.kept.keep(sequence.request.keep_as, kept)
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that could still be computed with its own pages and all that are available."""
@@ -76,17 +109,12 @@ class PageKeeper:
         self.cache.tree.lock(handle)
         pages = parent.pages[: -(-parent.num_computed // self.page_size)]
         self.cache.pool.share(pages)
-        child.start(row, self.capacity(child), dataclasses.replace(handle, pages=pages))
-        child.handle = handle
-        child.num_computed = parent.num_computed
+        child.start(row, self.capacity(child), handle, pages, parent.num_computed)
         child.tail_is_shared = parent.tail_is_shared = parent.num_computed % self.page_size != 0
 
     def give_back(self, sequence: Sequence) -> None:
         """Release all its pages; what is full, computed and known stays in the tree."""
-        valid = min(sequence.num_computed, sequence.num_known)
-        if self.deterministic:
-            # K/V of decoded tokens comes from another program than that of a prompt: it may differ in the last bit.
-            valid = min(valid, sequence.request.num_prompt_tokens)
+        valid = self._num_valid(sequence)
         handle = sequence.handle
         assert handle is not None
         start, end = handle.num_tokens, valid // self.page_size * self.page_size
@@ -97,3 +125,11 @@ class PageKeeper:
         self.cache.tree.unlock(handle)
         sequence.handle = None
         sequence.num_pages = sequence.num_computed = 0
+
+    def _num_valid(self, sequence: Sequence) -> int:
+        """Tokens of it that others may use."""
+        valid = min(sequence.num_computed, sequence.num_known)
+        if self.deterministic:
+            # K/V of decoded tokens comes from another program than that of a prompt: it may differ in the last bit.
+            valid = min(valid, sequence.request.num_prompt_tokens)
+        return valid

@@ -65,7 +65,13 @@ class StepPlan:
         self._reserved -= 1
 
     def chunk_for(self, sequence: Sequence) -> int:
-        return policy.chunk_size(sequence.num_missing, self.free_tokens, self.free_samples, sequence.wants_scores)
+        return self.chunk_of(sequence, sequence.num_missing)
+
+    def chunk_of(self, sequence: Sequence, missing: int) -> int:
+        """How many of its `missing` last tokens a prefill may compute in this step."""
+        return policy.chunk_size(
+            missing, self.free_tokens, self.free_samples, sequence.wants_scores, sequence.num_samples_at_end
+        )
 
     def copy_page(self, source: int, target: int) -> None:
         self._copies.append(PageCopy(source, target))
@@ -95,6 +101,8 @@ class StepPlan:
             return True
         if sequence.wants_scores:
             self._score(sequence, start, size)
+        if sequence.num_computed == sequence.num_prompt:
+            self._score_next(sequence, size)
         self._prefills.append(work)
         self.num_prefill_tokens += size
         if ends:
@@ -143,19 +151,30 @@ class StepPlan:
         """Ask for the score of each prompt token that follows one of this chunk and has none yet."""
         request = sequence.request
         for index in range(max(start + 1, sequence.num_scored), min(start + size + 1, request.num_prompt_tokens)):
-            work = SampleWork(
-                request_id=request.number,
-                row=sequence.row,
-                token_index=0,
-                position=index,
-                seed=request.seed,
-                num_outputs=0,
-                params=request.params,
-                forced_token=int(request.prompt[index]),
-                is_score=True,
-            )
+            work = _score_work(sequence, index, int(request.prompt[index]))
             self._prefill_samples.append((self.num_prefill_tokens + index - 1 - start, work))
             sequence.num_scored = index + 1
+
+    def _score_next(self, sequence: Sequence, size: int) -> None:
+        """Ask for the score of each token of next_ids after the prompt, which this chunk ends."""
+        for token in sequence.request.part.next_ids:
+            work = _score_work(sequence, sequence.num_prompt, token)
+            self._prefill_samples.append((self.num_prefill_tokens + size - 1, work))
+
+
+def _score_work(sequence: Sequence, position: int, token: int) -> SampleWork:
+    request = sequence.request
+    return SampleWork(
+        request_id=request.number,
+        row=sequence.row,
+        token_index=0,
+        position=position,
+        seed=request.seed,
+        num_outputs=0,
+        params=request.params,
+        forced_token=token,
+        is_score=True,
+    )
 
 
 def _pooling(sequence: Sequence, end: int) -> int:

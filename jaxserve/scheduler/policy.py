@@ -18,9 +18,10 @@ HEADROOM_TOKENS = 8
 MAX_HEADROOM_DOUBLINGS = 5
 
 
-def order_key(policy: str, request: Request, order: int) -> tuple[int, int]:
-    """Smaller runs first, and is preempted last. `order` counts arrivals."""
-    return (request.priority if policy == "priority" else 0, order)
+def order_key(policy: str, request: Request, order: int, program_order: int) -> tuple[int, int, int]:
+    """Smaller runs first, and is preempted last. `order` counts arrivals; program_order is that of the first request
+    of the same program (the request's own if it has none): what has begun is finished first."""
+    return (request.priority if policy == "priority" else 0, program_order, order)
 
 
 def by_longest_prefix(candidates: Iterable[Sequence], matched: Callable[[Sequence], int]) -> list[Sequence]:
@@ -36,15 +37,18 @@ def count_passed_over(candidates: Iterable[Sequence], admitted: list[Sequence]) 
             sequence.num_passed_over += sum(other.key > sequence.key for other in admitted)
 
 
-def chunk_size(missing: int, budget: int, free_samples: int, scores: bool) -> int:
+def chunk_size(missing: int, budget: int, free_samples: int, scores: bool, num_at_end: int = 1) -> int:
     """How many of `missing` tokens of a prompt to compute now.
 
-    The chunk that ends the prompt needs one sample; a prompt that is scored needs one for every token.
+    The chunk that ends the prompt needs num_at_end samples; a prompt that is scored needs one for every token before.
     """
     size = min(missing, budget)
     if scores:
-        return min(size, max(min(free_samples, 1), free_samples - SAMPLES_LEFT_BY_SCORES))
-    if size == missing and free_samples < 1:
+        size = min(size, max(min(free_samples, 1), free_samples - SAMPLES_LEFT_BY_SCORES))
+        if size == missing and size - 1 + num_at_end > free_samples:
+            size -= 1
+        return size
+    if size == missing and free_samples < num_at_end:
         return size - 1
     return size
 

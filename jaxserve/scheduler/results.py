@@ -18,6 +18,8 @@ def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int,
     asked = params.prompt_logprobs if work.is_score else params.logprobs
     scores = _scores(result, i, asked, params) if asked is not None else (None, None, (), ())
     if work.is_score:
+        if work.position == sequence.num_prompt:
+            sequence.num_unscored_next -= 1
         return TokenEvent(request, work.forced_token, work.position, *scores)
     sequence.append(token)
     return TokenEvent(request, token, 0, *scores)

@@ -17,18 +17,19 @@ import bisect
 import dataclasses
 
 from jaxserve.cache.prefix_cache import PrefixCache
-from jaxserve.cache.radix_tree import Handle
 from jaxserve.config import POLICIES
-from jaxserve.messages import FINISH_ABORT
+from jaxserve.messages import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP
 from jaxserve.request import Request, Status, TokenEvent
 from jaxserve.scheduler import policy as policies
 from jaxserve.scheduler import results
 from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
+from jaxserve.scheduler.kept import KeptPrefixes, Prefix
 from jaxserve.scheduler.pages import PageKeeper
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 MAX_CANDIDATES = 128  # waiting requests looked at in one step
+MAX_PROGRAMS = 4096  # of which the order is remembered, least recently used forgotten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of their keys
         self._rows = list(range(geometry.max_num_rows - 1, -1, -1))
         self._children: dict[int, list[Sequence]] = {}  # parent's number -> forks that have not started
+        self._keepers: dict[str, int] = {}  # keep_as of requests that have not ended -> their number
+        self._programs: dict[str, int] = {}  # program -> order of its first request
         self._num_added = 0
         self._num_since_aged = 0  # admissions since the oldest waiting request went first, whatever its class
         self._num_steps = 0
@@ -95,20 +98,32 @@ class Scheduler:
         if request.number in self._sequences:
             raise ValueError(f"request number {request.number} is in use")
         limit = min(request.max_total_tokens, usable, self.geometry.max_model_len)
-        if request.num_prompt_tokens >= limit:
+        if request.num_prompt_tokens >= limit + bool(request.part.next_ids):
             raise ValueError(
                 f"prompt: got {request.num_prompt_tokens} tokens; allowed: at most {limit - 1}, since prompt and "
                 f"output may have {limit} together"
             )
         request.max_total_tokens = limit
         self._num_added += 1
-        key = policies.order_key(self.policy, request, self._num_added)
+        key = policies.order_key(self.policy, request, self._num_added, self._program_order(request))
         sequence = Sequence(request, self._num_added, key)
         self._sequences[request.number] = sequence
         if request.parent is not None and request.parent.number in self._sequences:
             self._children.setdefault(request.parent.number, []).append(sequence)
             sequence.num_scored = request.num_prompt_tokens
+        if request.keep_as:
+            self._keepers[request.keep_as] = request.number
         self._wait(sequence)
+
+    def _program_order(self, request: Request) -> int:
+        program = request.part.program
+        if not program:
+            return self._num_added
+        order = self._programs.pop(program, self._num_added)
+        self._programs[program] = order
+        if len(self._programs) > MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return order
 
     def abort(self, number: int) -> Request | None:
         """End a request in any state; None if it is not here. What is in flight for it is dropped."""
@@ -156,7 +171,10 @@ class Scheduler:
             if sequence is None:
                 continue
             events.append(results.take_token(sequence, work, result, i, tokens[i]))
-            if not work.is_score:
+            if work.is_score:
+                if work.position == sequence.num_prompt and not sequence.num_unscored_next:
+                    self._end(sequence, FINISH_LENGTH, None)
+            else:
                 reason, stop = results.token_stop(sequence, tokens[i])
                 if reason is not None:
                     self._end(sequence, reason, stop)
@@ -164,7 +182,19 @@ class Scheduler:
 
     def flush_cache(self) -> None:
         """Forget the prefixes that no running request uses."""
+        self.kept.release_all()
         self.cache.flush()
+
+    @property
+    def kept(self) -> KeptPrefixes:
+        return self._pages.kept
+
+    def release_kept(self, name: str) -> None:
+        """Pages kept under this name, or to be kept when their request ends, are not needed any more."""
+        number = self._keepers.pop(name, None)
+        if number is not None:
+            self._sequences[number].request.keep_as = ""
+        self.kept.release(name)
 
     def stats(self) -> SchedulerStats:
         free, cached = self.cache.pool.num_free, self.cache.tree.num_evictable
@@ -184,8 +214,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise RuntimeError if a page, a row or a request is lost or held twice."""
         held: dict[int, int] = {}
-        for sequence in self._running:
-            for page in sequence.pages[: sequence.num_pages].tolist():
+        for pages in [s.pages[: s.num_pages] for s in self._running] + self.kept.references():
+            for page in pages.tolist():
                 held[page] = held.get(page, 0) + 1
         self.cache.check_integrity(held)
         rows = sorted(self._rows + [s.row for s in self._running])
@@ -220,6 +250,8 @@ class Scheduler:
         while True:
             if self._pages.grow(sequence, size, plan):
                 return size
+            if self.kept.release_oldest():
+                continue
             victim = self._running[-1]
             if victim is sequence:
                 break
@@ -278,7 +310,7 @@ class Scheduler:
         oldest, first = min(self._waiting, key=_order), self._waiting[-1]
         if oldest is not first:
             self._unwait(oldest)
-            oldest.key = (first.key[0], oldest.order)
+            oldest.key = (first.key[0], min(first.key[1], oldest.order), oldest.order)
             self._wait(oldest)
 
     def _admit_in_order(self, candidates: list[Sequence], plan: StepPlan) -> None:
@@ -290,11 +322,13 @@ class Scheduler:
                 continue  # started as a fork in this very step
             if sequence.num_pending or self._waits_for_parent(sequence):
                 continue
-            handle = self._pages.match(sequence)
-            if self._is_being_computed(sequence, handle.num_tokens, prefilling):
+            prefix = self._pages.match(sequence)
+            if self._is_being_computed(sequence, prefix.num_tokens, prefilling):
                 continue
-            if not self._start(sequence, handle, plan):
-                return  # in order: later ones must not take the pages that this one waits for
+            while not self._start(sequence, prefix, plan):
+                if plan.chunk_of(sequence, sequence.length - prefix.num_tokens) < 1 or not self.kept.release_oldest():
+                    return  # in order: later ones must not take the pages that this one waits for
+                prefix = self._pages.match(sequence)
             if sequence.num_computed < sequence.num_prompt:
                 prefilling.append(sequence)
 
@@ -307,6 +341,8 @@ class Scheduler:
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.request.parent
         other = self._sequences.get(parent.number) if parent is not None else None
+        if sequence.request.part.base in self._keepers:
+            return True  # the request whose pages it may use still runs
         return other is not None and not sequence.was_admitted and other.length == parent.num_prompt_tokens
 
     def _is_being_computed(self, sequence: Sequence, matched: int, prefilling: list[Sequence]) -> bool:
@@ -322,30 +358,28 @@ class Scheduler:
                 return True
         return False
 
-    def _start(self, sequence: Sequence, handle: Handle, plan: StepPlan) -> bool:
+    def _start(self, sequence: Sequence, prefix: Prefix, plan: StepPlan) -> bool:
         """Admit with its cached prefix, if the pool has room for it now."""
         page_size = self.geometry.page_size
-        self.cache.acquire(handle)
+        self._pages.acquire(prefix)
         tokens = sequence.request.max_total_tokens if self.deterministic else sequence.length
-        need = -(-tokens // page_size) - len(handle.pages)
+        is_tail_shared = prefix.num_tokens % page_size != 0  # then its last page is copied
+        need = -(-tokens // page_size) - len(prefix.pages) + is_tail_shared
         margin = 0
         if not self.deterministic:
             margin = policies.headroom_pages(len(self._running), sequence.num_preemptions, page_size)
-        size = policies.chunk_size(
-            sequence.length - handle.num_tokens, plan.free_tokens, plan.free_samples, sequence.wants_scores
-        )
+        size = plan.chunk_of(sequence, sequence.length - prefix.num_tokens)
         if size < 1 or need + margin > self.cache.num_available:
-            self.cache.pool.release(handle.pages)
-            self.cache.tree.unlock(handle)
+            self._pages.release(prefix)
             return False
         self._unwait(sequence)
         self._num_since_aged += 1
-        sequence.start(self._rows.pop(), self._pages.capacity(sequence), handle)
+        self._pages.start(sequence, self._rows.pop(), prefix)
         if self.deterministic:
             pages = self.cache.allocate(need)
             assert pages is not None
             sequence.add_pages(pages)
-        self._count_admission(sequence, handle.num_tokens)
+        self._count_admission(sequence, prefix.num_tokens)
         self._run(sequence)
         if not self._pages.grow(sequence, size, plan):
             raise RuntimeError(f"{self.cache.num_available} pages available, yet none for {size} tokens")
@@ -378,7 +412,11 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
         request = sequence.request
+        if request.keep_as:
+            self._keepers.pop(request.keep_as, None)
         if request.status is Status.RUNNING:
+            if request.keep_as and reason in (FINISH_STOP, FINISH_LENGTH):
+                self._pages.keep(sequence)
             self._leave(sequence)
         else:
             self._unwait(sequence)
@@ -406,7 +444,7 @@ class Scheduler:
         del self._waiting[bisect.bisect_left(self._waiting, _reverse_key(sequence), key=_reverse_key)]
 
 
-def _key(sequence: Sequence) -> tuple[int, int]:
+def _key(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.key
 
 
@@ -414,5 +452,5 @@ def _order(sequence: Sequence) -> int:
     return sequence.order
 
 
-def _reverse_key(sequence: Sequence) -> tuple[int, int]:
-    return (-sequence.key[0], -sequence.key[1])
+def _reverse_key(sequence: Sequence) -> tuple[int, int, int]:
+    return (-sequence.key[0], -sequence.key[1], -sequence.key[2])

@@ -23,15 +23,16 @@ class Sequence:
     stop_ids      tokens that end it, once min_tokens have been made
     handle        locked position in the radix tree; its num_tokens of the sequence have been inserted or matched
     num_scored    prompt scoring: scores of prompt tokens below this index have been asked of the device
+    num_unscored_next  tokens of next_ids whose score has not come yet
     """
 
     __slots__ = (
         "common", "handle", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages", "num_passed_over",
-        "num_pending", "num_preemptions", "num_prompt", "num_scored", "order", "pages", "request", "row", "stop_ids",
-        "tail_is_shared", "tokens", "was_admitted",
+        "num_pending", "num_preemptions", "num_prompt", "num_scored", "num_unscored_next", "order", "pages", "request",
+        "row", "stop_ids", "tail_is_shared", "tokens", "was_admitted",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int, key: tuple[int, int]) -> None:
+    def __init__(self, request: Request, order: int, key: tuple[int, int, int]) -> None:
         self.request = request
         self.order = order
         self.key = key  # position in the policy's order; smaller runs first
@@ -47,6 +48,7 @@ class Sequence:
         if request.params.prompt_logprobs is not None:
             # The first prompt token has no score.
             self.num_scored = min(max(1, request.params.prompt_logprobs_start), self.num_prompt)
+        self.num_unscored_next = len(request.part.next_ids)
         self.row = -1
         self.pages = _NO_PAGES
         self.num_pages = 0
@@ -84,6 +86,11 @@ class Sequence:
         return self.num_scored < self.num_prompt
 
     @property
+    def num_samples_at_end(self) -> int:
+        """Samples that the chunk which ends the prompt takes."""
+        return len(self.request.part.next_ids) or 1
+
+    @property
     def match_limit(self) -> int:
         """Tokens that may come from the cache: the last one is computed, and what has no score yet."""
         if self.request.pooling == "mean":
@@ -97,13 +104,16 @@ class Sequence:
         self.num_pending -= 1
         self.request.output_ids.append(token)
 
-    def start(self, row: int, capacity: int, handle: Handle) -> None:
-        """Take a row and the pages of a locked match. capacity: pages that max_total_tokens can need."""
+    def start(self, row: int, capacity: int, handle: Handle, pages: np.ndarray, num_tokens: int) -> None:
+        """Take a row and the pages of the first num_tokens tokens. capacity: pages that max_total_tokens can need.
+
+        handle is locked and covers no more than those tokens; a last page that is partly filled is shared.
+        """
         self.row = row
         self.pages = np.zeros(capacity, np.int32)
-        self.num_pages = len(handle.pages)
-        self.pages[: self.num_pages] = handle.pages
-        self.num_computed = handle.num_tokens
+        self.num_pages = len(pages)
+        self.pages[: self.num_pages] = pages
+        self.num_computed = num_tokens
         self.handle = handle
         self.keeps_to_itself = False
         self.tail_is_shared = False
