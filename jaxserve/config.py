@@ -29,6 +29,7 @@ class EngineConfig:
                        between two tokens of a running request
     policy             order of the waiting queue
     prefix_cache       share cached prefixes (radix tree)
+    jump_forward       compute tokens that a grammar forces in one chunk instead of one by one
     overlap            dispatch a step before the last one's tokens are read
     deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs
     seed               for requests without a seed of their own
@@ -49,6 +50,7 @@ class EngineConfig:
     policy: str = "fcfs"
     prefix_cache: bool = True
     overlap: bool = True
+    jump_forward: bool = True
     deterministic: bool = False
     attention_backend: str = "auto"
     matmul_backend: str = "auto"

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.admission import Limits, RequestMaker
 from jaxserve.config import EngineConfig
+from jaxserve.constraining import Compiled, GrammarStage
 from jaxserve.continuation import Continuation, Deadlines, Group
 from jaxserve.detokenizer import Detokenizer, TokenBytes
 from jaxserve.embedding import Pooler, as_request
@@ -107,6 +108,14 @@ class Engine:
             max_next_ids=max(1, geometry.max_num_samples - geometry.max_num_rows),
         )
         self._maker = RequestMaker(self._limits, frozenset(model.eos_token_ids), config.seed)
+        self._grammars = GrammarStage(
+            tokenizer,
+            model.vocab_size,
+            model.eos_token_ids,
+            # K/V of a chunk may differ from that of single tokens in the last bit.
+            may_jump=config.jump_forward and not config.deterministic,
+        )
+        self._is_sampled = True  # False while the last step in flight waits for its masks
         self._groups: dict[str, Group] = {}
         self._by_number: dict[int, Continuation] = {}
         self._deadlines = Deadlines()
@@ -141,14 +150,15 @@ class Engine:
         """Queue a prompt, or answer each of its n continuations with FINISH_ERROR saying what is wrong with it."""
         try:
             self._check_open(message)
+            now = self._clock()
             if isinstance(message, AddEmbedding):
                 self._limits.check_embedding(message, self.model)
-                self._admit(as_request(message), Pooler(message, self.model.pooling))
+                self._admit(as_request(message), now, Pooler(message, self.model.pooling))
             else:
                 if self.model.task != "generate":
                     raise InvalidParameter("model", self.model.name, "embeddings only: this model continues no text")
                 self._limits.check(message)
-                self._admit(message)
+                self._add_request(message, now)
         except InvalidParameter as mistake:
             self._refuse(message, str(mistake), mistake.parameter)
         except Exception as error:
@@ -157,7 +167,7 @@ class Engine:
 
     def _check_open(self, message: AddRequest | AddEmbedding) -> None:
         """Raise InvalidParameter for an id in flight, a full queue or a shutdown (the last two will pass)."""
-        if message.request_id in self._groups:
+        if message.request_id in self._groups or message.request_id in self._grammars:
             raise InvalidParameter("request_id", message.request_id, "an id that is not in flight")
         if self._closes_at is not None:
             raise InvalidParameter("engine", "a new request", "none, the engine is shutting down")
@@ -175,6 +185,14 @@ class Engine:
         group = self._groups.get(request_id)
         if group is not None:
             self._abort(group)
+            return
+        message = self._grammars.drop(request_id)
+        if message is not None:
+            self._refuse(message, None, None, reason=FINISH_ABORT)
+
+    def prepare_grammars(self) -> None:
+        """Read the vocabulary for grammars now, so that no request waits for it."""
+        self._grammars.prepare()
 
     def flush_cache(self) -> None:
         """Forget cached prefixes that nobody uses."""
@@ -193,7 +211,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do now."""
-        return bool(self._groups or self._flying or self._outbox)
+        return bool(self._groups or self._flying or self._outbox or self._grammars.is_waiting)
 
     @property
     def is_drained(self) -> bool:
@@ -203,7 +221,7 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Whether the last step() found nothing that could run; the loop should rest a moment before the next."""
-        return self._stalled_since is not None
+        return self._stalled_since is not None or (self._grammars.is_waiting and not self._groups)
 
     def step(self) -> list[RequestOutput]:
         """Dispatch what can run, read the oldest step in flight, and return what became known with it.
@@ -214,6 +232,8 @@ class Engine:
             raise EngineCrash(self._failure)
         try:
             self._expire()
+            for compiled in self._grammars.take_ready(self._clock()):
+                self._take_compiled(compiled)
             self._dispatch()
             if self._flying:
                 self._collect()
@@ -251,12 +271,35 @@ class Engine:
     def close(self) -> None:
         """Release the device. The engine cannot be used afterwards."""
         self._failure = self._failure or "the engine was closed"
+        self._grammars.close()
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
 
-    def _admit(self, message: AddRequest, pooler: Pooler | None = None) -> None:
-        requests = self._maker.make(message, self._clock(), pooling="" if pooler is None else pooler.pooling)
+    def _add_request(self, message: AddRequest, now: float) -> None:
+        if message.params.grammar is None:
+            self._admit(message, now)
+            return
+        compiled = self._grammars.submit(message, now)
+        if compiled is not None:
+            self._take_compiled(compiled)
+
+    def _take_compiled(self, compiled: Compiled) -> None:
+        message, arrival, error = compiled
+        grammar = message.params.grammar
+        if error is not None:
+            self._refuse(message, f"{grammar.parameter}: {error}", grammar.parameter)
+            return
+        try:
+            self._admit(message, arrival)
+        except Exception as error:
+            logger.exception("request %s could not be queued", message.request_id)
+            self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
+
+    def _admit(self, message: AddRequest, arrival: float, pooler: Pooler | None = None) -> None:
+        requests = self._maker.make(message, arrival, pooling="" if pooler is None else pooler.pooling)
+        if message.params.grammar is not None:
+            self._grammars.constrain(requests, message.params.grammar)
         group = Group(message, pooler)
         group.join(requests, self._detokenizer)
         for num_added, request in enumerate(requests):
@@ -269,21 +312,28 @@ class Engine:
         self._groups[message.request_id] = group
         self._by_number.update((member.request.number, member) for member in group.members)
         if message.deadline_s is not None:
-            self._deadlines.push(self._clock() + message.deadline_s, group)
+            self._deadlines.push(arrival + message.deadline_s, group)
 
     def _crash(self, error: Exception) -> None:
         logger.error("the engine cannot go on", exc_info=error)
         self._failure = f"{type(error).__name__}: {error}"
 
-    def _refuse(self, message: AddRequest | AddEmbedding, error: str, parameter: str | None) -> None:
+    def _refuse(
+        self,
+        message: AddRequest | AddEmbedding,
+        error: str | None,
+        parameter: str | None,
+        *,
+        reason: str = FINISH_ERROR,
+    ) -> None:
         count = num_outputs(message)
-        self._finished[FINISH_ERROR] += count
+        self._finished[reason] += count
         for index in range(count):
             self._outbox.append(
                 RequestOutput(
                     request_id=message.request_id,
                     index=index,
-                    finish_reason=FINISH_ERROR,
+                    finish_reason=reason,
                     num_prompt_tokens=len(message.prompt),
                     error=error,
                     parameter=parameter,
@@ -291,7 +341,7 @@ class Engine:
             )
 
     def _dispatch(self) -> None:
-        while len(self._flying) < self._depth:
+        while len(self._flying) < self._depth and self._is_sampled:
             decision = self.scheduler.schedule()
             if decision is None:
                 break
@@ -304,6 +354,10 @@ class Engine:
             self._last_dispatch, self._waited = end, 0.0
             self._flying.append(_Flight(decision, handle, start, end, host_seconds))
             self._num_prefill_tokens += int(decision.num_tokens - decision.num_decodes)
+            if decision.is_constrained:
+                self._is_sampled = False
+                if len(self._flying) == 1:  # nothing before it is unknown
+                    self._take(self._sample())
         self._watch_for_stalls()
 
     def _collect(self) -> None:
@@ -332,7 +386,18 @@ class Engine:
         )
         if result.pooled is not None:
             self._pool(decision, result.pooled)
-        self._take(self.scheduler.apply(decision, result))
+        events = self.scheduler.apply(decision, result)
+        if not self._is_sampled:
+            events += self._sample()  # before any text is made: the device needs it first
+        self._take(events)
+
+    def _sample(self) -> list[TokenEvent]:
+        """Start the sampling of the last step in flight; returns the tokens that grammars forced ahead."""
+        flight = self._flying[-1]
+        constraints, jumps = self._grammars.decide(flight.decision, self.scheduler.find)
+        self._flying[-1] = flight._replace(handle=self._runner.sample(flight.handle, constraints))
+        self._is_sampled = True
+        return [event for number, tokens in jumps for event in self.scheduler.extend(number, tokens)]
 
     def _pool(self, decision: StepDecision, pooled: np.ndarray) -> None:
         """Hand the pooled states [rows, hidden] of a step to the embeddings that its rows belong to."""
@@ -371,6 +436,10 @@ class Engine:
             if not request.is_finished:
                 self.scheduler.finish(request.number, FINISH_STOP, stop)
             self._end(member, FINISH_STOP, stop_reason=stop)
+        elif request.finish_reason == FINISH_ERROR:
+            grammar, constraint = request.params.grammar, request.constraint
+            error = f"{grammar.parameter}: the text could not be kept inside it: {constraint.error}"
+            self._end(member, FINISH_ERROR, error=error, parameter=grammar.parameter)
         elif request.finish_reason is not None:
             self._end(member, request.finish_reason, stop_reason=request.stop_reason)
         elif member.is_due:
@@ -436,6 +505,8 @@ class Engine:
         if self._closes_at is not None and now >= self._closes_at:
             for group in list(self._groups.values()):
                 self._abort(group, error="the engine is shutting down", parameter="engine")
+            for message in self._grammars.drop_all():
+                self._refuse(message, "the engine is shutting down", "engine", reason=FINISH_ABORT)
 
     def _watch_for_stalls(self) -> None:
         """Raise if requests wait, nothing runs and nothing is decided for STALL_SECONDS."""

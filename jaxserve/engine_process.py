@@ -62,7 +62,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         pooling=runner.model_config.pooling,
         embedding_size=runner.model_config.hidden_size,
     )
-    return Engine(runner, tokenizer, config, model=model)
+    engine = Engine(runner, tokenizer, config, model=model)
+    engine.prepare_grammars()
+    return engine
 
 
 def watch_parent(parent: int) -> None:

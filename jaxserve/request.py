@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.messages import ProgramPart
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.constraint import Constraint
 
 ALONE = ProgramPart()
 
@@ -33,6 +34,7 @@ class Request:
     pooling             of an embedding: "last", "mean"; "" for a text to continue
     part                its place in a program, see messages.ProgramPart
     keep_as             name under which its pages stay when it has ended; "": they do not
+    constraint          its place in params.grammar
     finish_reason       see messages.FINISH_*; stop_reason: the stop string or stop token, None for eos
     """
 
@@ -55,6 +57,7 @@ class Request:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    constraint: Constraint | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.structured.grammar import Grammar
+
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries per request, staged in a fixed-shape array
 MAX_STOP_TOKEN_IDS = 64
@@ -53,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start  index of the first prompt token that is scored; the cached prefix before it is used
     logprob_token_ids    tokens that are reported beside the best ones wherever log-probabilities are
     skip_special_tokens  leave control tokens out of the text
+    grammar              what the text must look like: Grammar.json_schema(...), .regex(...), .choice(...), ...
     """
 
     n: int = 1
@@ -78,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -101,6 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1)
         self._check_lists()
         self._check_bad_words()
+        self._check_grammar()
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -129,6 +134,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidParameter("allowed_token_ids", self.allowed_token_ids, "at least one id")
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0, 2**31 - 1)
+
+    def _check_grammar(self) -> None:
+        """Two of these together could leave no token at all."""
+        if self.grammar is not None:
+            for name, value in (("allowed_token_ids", self.allowed_token_ids), ("bad_word_ids", self.bad_word_ids)):
+                if value:
+                    raise InvalidParameter(
+                        name, f"{len(value)} entries", f"none together with {self.grammar.parameter}"
+                    )
 
     def _check_bad_words(self) -> None:
         for words in self.bad_word_ids:
@@ -179,6 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or bool(self.bad_word_ids)
             or self.allowed_token_ids is not None
             or self.min_tokens > 0
+            or self.grammar is not None
         )
 
 

@@ -74,6 +74,19 @@ class Tokenizer:
             return ids + self._suffix  # never a second begin token
         return self._prefix + ids + self._suffix
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Tokens of a text that stands behind other text: no begin token, no space before the first word."""
+        ids = self._encode_plain(text, is_first=False)
+        if self._joined(ids) == text.encode():
+            return ids
+        # A tokenizer that puts a space before every text: cut it off together with a first character.
+        ids = self._encode_plain("\n" + text, is_first=False)
+        start = next((k for k in range(1, len(ids) + 1) if self._joined(ids[k:]) == text.encode()), 0)
+        return ids[start:]
+
+    def _joined(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self._bytes[i] for i in ids])
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids: their bytes, joined and read as UTF-8. Ids without a spelling give nothing."""
         skipped = self.special_ids if skip_special_tokens else ()

@@ -15,20 +15,25 @@ from jaxserve.runner.memory import allocate
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.runner.sampling import Logprobs
 from jaxserve.runner.step import COPIES_PER_CALL, Leaves, Pages
-from jaxserve.scheduler.decision import PageCopy, RowReset, StepDecision, StepResult
+from jaxserve.scheduler.decision import PageCopy, RowReset, SampleWork, StepConstraints, StepDecision, StepResult
 
 Compiled = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A step on its way. `hidden` and `pooled` are ready when forward has run, `tokens` when the step has. pooled is
-    None unless a row asks for it."""
+    """A step on its way. `hidden` and `pooled` are ready when forward has run, `tokens` when the step has.
+
+    pooled           None unless a row asks for it
+    staged, logits   None without samples. A constrained step has no tokens until it is sampled.
+    """
 
     step_id: int
-    num_samples: int
+    samples: tuple[SampleWork, ...]
+    staged: StagedSamples | None
     hidden: jax.Array
     pooled: jax.Array | None
+    logits: jax.Array | None
     tokens: jax.Array | None
     logprobs: Logprobs | None
     buffer: StepBuffer
@@ -86,20 +91,30 @@ class StepRunner:
         self.write_biases(biases)
         self.copy_pages(decision.copies)
         hidden, pooled = self.forward_pooled(bucket, packed)
-        tokens, logprobs = None, None
-        if staged is not None:
-            logits = self.head(staged.bucket, hidden)
-            tokens = self.sample(staged, logits)
-            if staged.logprob_ids is not None:
-                logprobs = self.programs["logprobs", staged.bucket](logits, tokens, staged.logprob_ids)
         if not any(row.pooling for row in decision.rows):
             pooled = None
-        return StepHandle(decision.step_id, len(decision.samples), hidden, pooled, tokens, logprobs, buffer)
+        logits = None if staged is None else self.head(staged.bucket, hidden)
+        handle = StepHandle(decision.step_id, decision.samples, staged, hidden, pooled, logits, None, None, buffer)
+        return handle if staged is None or decision.is_constrained else self._sampled(handle, staged)
+
+    def constrain(self, handle: StepHandle, constraints: StepConstraints) -> StepHandle:
+        """Start the sampling of a constrained step."""
+        assert handle.staged is not None and handle.tokens is None
+        return self._sampled(handle, self.samples.constrain(handle.staged, handle.samples, constraints))
+
+    def _sampled(self, handle: StepHandle, staged: StagedSamples) -> StepHandle:
+        assert handle.logits is not None
+        tokens = self.sample(staged, handle.logits)
+        logprobs = None
+        if staged.logprob_ids is not None:
+            logprobs = self.programs["logprobs", staged.bucket](handle.logits, tokens, staged.logprob_ids)
+        return dataclasses.replace(handle, logits=None, tokens=tokens, logprobs=logprobs)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and read what it sampled."""
-        count = handle.num_samples
+        count = len(handle.samples)
         if handle.tokens is None:
+            assert not count, "a constrained step has to be sampled before it is collected"
             jax.block_until_ready(handle.hidden)
             result = StepResult(handle.step_id, np.zeros(0, np.int32))
         elif handle.logprobs is None:

@@ -20,7 +20,7 @@ from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
 from jaxserve.runner.step import StepPrograms, split_model
 from jaxserve.runner.warmup import CompileGuard, FirstCall, Progress, compile_programs, enable_compile_cache
-from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
+from jaxserve.scheduler.decision import CacheGeometry, StepConstraints, StepDecision, StepResult
 
 if TYPE_CHECKING:
     from jaxserve.hub import ModelSource
@@ -144,6 +144,11 @@ class ModelRunner:
         that does not fit the geometry."""
         with self._guard.watch():
             return self._steps.dispatch(decision)
+
+    def sample(self, handle: StepHandle, constraints: StepConstraints) -> StepHandle:
+        """Start the sampling of a constrained step, before anything else is dispatched."""
+        with self._guard.watch():
+            return self._steps.constrain(handle, constraints)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a dispatched step and read its tokens. Once per handle, in order."""

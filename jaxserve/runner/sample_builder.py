@@ -17,7 +17,7 @@ from jax import lax
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.sampling import AFTER_ANY, AFTER_NONE, SampleInputs
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, SamplingParams
-from jaxserve.scheduler.decision import RowReset, SampleWork
+from jaxserve.scheduler.decision import RowReset, SampleWork, StepConstraints
 
 # Words of one sample, in the order of the packed array [len(_FIELDS), S]. Floats lie there as their bits.
 _INTS = ("row", "count_row", "bias_row", "position", "seed_high", "seed_low", "forced", "top_k", "is_greedy")
@@ -149,6 +149,27 @@ class SampleBuilder:
             logprob_ids=_logprob_ids(samples, bucket) if wants else None,
         )
 
+    def constrain(
+        self, staged: StagedSamples, samples: tuple[SampleWork, ...], constraints: StepConstraints
+    ) -> StagedSamples:
+        """Put a grammar's masks and forced tokens into samples that the device has not been given yet."""
+        forced = staged.packed.reshape(len(_FIELDS), staged.bucket)[_AT["forced"]]
+        for index, token in constraints.forced.items():
+            forced[index] = token
+        if not len(constraints.indices):
+            return staged
+        mask = staged.mask
+        if mask is None:
+            mask = np.full(staged.bucket * self.shapes.mask_words, _ALL_ONES, np.int32)
+        rows = mask.reshape(staged.bucket, -1)
+        for index, allowed in zip(constraints.indices.tolist(), constraints.masks):
+            # Stop tokens are held back (min_tokens, ignore_eos), unless the grammar allows nothing else.
+            held = rows[index] & self._all_but_eos() if samples[index].params.ignore_eos else rows[index]
+            both = held & allowed
+            rows[index] = both if both.any() else allowed
+        forbidden = staged.forbidden if staged.forbidden is not None else _forbidden(samples, staged.bucket)
+        return dataclasses.replace(staged, mask=mask, forbidden=forbidden)
+
     def neutral(self, bucket: int) -> StagedSamples:
         """A step of `bucket` unused samples that needs every program, for warm-up."""
         rows = np.full(bucket, self.shapes.max_num_rows, np.int64)
@@ -221,6 +242,9 @@ class SampleBuilder:
         if params.min_tokens > 0:
             owner.allowed_without_stops = self._without_stops(owner)
             self._min_tokens[row] = params.min_tokens
+
+    def _all_but_eos(self) -> np.ndarray:
+        return ~self._packed_mask(np.array([t for t in self.eos_token_ids if t < self.shapes.vocab_size], np.int64))
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:
         """The row's mask: allowed ids without bad words of one token; None if everything is allowed."""

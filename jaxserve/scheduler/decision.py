@@ -2,6 +2,9 @@
 
 scheduler.schedule() -> StepDecision -> runner.dispatch() -> handle -> runner.collect() -> StepResult
 -> scheduler.apply(decision, result). Two steps may be in flight: decision n + 1 is made before result n is known.
+
+Where a row is under a grammar (decision.is_constrained), dispatch() starts everything but sampling, and
+runner.sample(handle, constraints) follows as soon as the tokens before are known, before the next dispatch().
 """
 
 from __future__ import annotations
@@ -108,6 +111,25 @@ class StepDecision:
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether sampling waits for StepConstraints."""
+        return any(work.params.grammar is not None and not work.is_score for work in self.samples)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepConstraints:
+    """What grammars say about the samples of one step.
+
+    indices  int [n]: samples that are limited;  masks  int32 [n, ceil(V / 32)]: their allowed tokens, 32 a word,
+             at least one in each
+    forced   sample -> the token it takes
+    """
+
+    indices: np.ndarray
+    masks: np.ndarray
+    forced: dict[int, int]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
@@ -155,6 +177,10 @@ class Runner(Protocol):
 
     def dispatch(self, decision: StepDecision) -> Any:
         """Start the step without waiting for it; steps run in the order of dispatch."""
+        ...
+
+    def sample(self, handle: Any, constraints: StepConstraints) -> Any:
+        """Start the sampling of a constrained step, once, before anything else is dispatched. Returns its handle."""
         ...
 
     def collect(self, handle: Any) -> StepResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.messages import FINISH_LENGTH, FINISH_STOP
+from jaxserve.messages import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import SampleWork, StepResult
@@ -22,12 +22,29 @@ def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int,
             sequence.num_unscored_next -= 1
         return TokenEvent(request, work.forced_token, work.position, *scores)
     sequence.append(token)
+    if request.constraint is not None:
+        request.constraint.advance(token)
     return TokenEvent(request, token, 0, *scores)
 
 
-def token_stop(sequence: Sequence, token: int) -> tuple[str | None, int | None]:
-    """Whether this newest token ends the request, and the stop token that did (None: end of sequence)."""
+def take_forced(sequence: Sequence, token: int) -> TokenEvent:
+    """The event of a token that is known before it is computed."""
+    sequence.num_pending = 1
+    sequence.append(token)
+    return TokenEvent(sequence.request, token)
+
+
+def token_stop(sequence: Sequence, token: int, *, is_last: bool = True) -> tuple[str | None, int | None]:
+    """Whether this newest token ends the request, and the stop token that did (None: end of sequence).
+
+    is_last: the request's grammar, if it has one, knows of no later token.
+    """
     request = sequence.request
+    if request.constraint is not None and is_last:
+        if request.constraint.error is not None:
+            return FINISH_ERROR, None
+        if request.constraint.is_finished:
+            return FINISH_STOP, None
     if token in sequence.stop_ids and sequence.num_known - sequence.num_prompt > request.params.min_tokens:
         is_eos = token in request.eos_token_ids and not request.params.ignore_eos
         return FINISH_STOP, None if is_eos else token

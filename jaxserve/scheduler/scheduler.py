@@ -170,15 +170,40 @@ class Scheduler:
             sequence = self._sequences.get(work.request_id)
             if sequence is None:
                 continue
+            if not work.is_score and work.position < sequence.num_known:
+                continue  # a forced token, taken by extend() before it was computed
             events.append(results.take_token(sequence, work, result, i, tokens[i]))
-            if work.is_score:
-                if work.position == sequence.num_prompt and not sequence.num_unscored_next:
-                    self._end(sequence, FINISH_LENGTH, None)
-            else:
-                reason, stop = results.token_stop(sequence, tokens[i])
-                if reason is not None:
-                    self._end(sequence, reason, stop)
+            if not work.is_score:
+                self._end_at(sequence, tokens[i])
+            elif work.position == sequence.num_prompt and not sequence.num_unscored_next:
+                self._end(sequence, FINISH_LENGTH, None)
         return events
+
+    def find(self, number: int) -> Request | None:
+        """A request that has not ended."""
+        sequence = self._sequences.get(number)
+        return None if sequence is None else sequence.request
+
+    def extend(self, number: int, tokens: list[int]) -> list[TokenEvent]:
+        """Take tokens that a grammar forces: the first is what the step in flight samples, the others are computed
+        with it as one chunk. Ends the request like apply()."""
+        sequence = self._sequences[number]
+        if sequence.num_pending != 1:
+            raise RuntimeError(f"request {number}: {sequence.num_pending} tokens in flight before forced ones, not 1")
+        events = []
+        for place, token in enumerate(tokens):
+            events.append(results.take_forced(sequence, token))
+            if self._end_at(sequence, token, is_last=place == len(tokens) - 1):
+                break
+        sequence.is_miscounted = len(tokens) > 1 and sequence.request.params.has_penalties
+        return events
+
+    def _end_at(self, sequence: Sequence, token: int, *, is_last: bool = True) -> bool:
+        """End a sequence whose newest token is its last."""
+        reason, stop = results.token_stop(sequence, token, is_last=is_last)
+        if reason is not None:
+            self._end(sequence, reason, stop)
+        return reason is not None
 
     def flush_cache(self) -> None:
         """Forget the prefixes that no running request uses."""
@@ -267,6 +292,9 @@ class Scheduler:
     def _compute(self, sequence: Sequence, size: int, plan: StepPlan) -> None:
         """Put the next `size` tokens of a sequence, whose pages are there, into the step."""
         is_prefilling = sequence.is_prefilling
+        if sequence.is_miscounted:
+            plan.reset_row(sequence)
+            sequence.is_miscounted = False
         ends = plan.add_row(sequence, size)
         if not is_prefilling:
             return
@@ -383,8 +411,7 @@ class Scheduler:
         self._run(sequence)
         if not self._pages.grow(sequence, size, plan):
             raise RuntimeError(f"{self.cache.num_available} pages available, yet none for {size} tokens")
-        if sequence.request.params.has_penalties:
-            plan.reset_row(sequence)
+        sequence.is_miscounted = sequence.request.params.has_penalties
         if not sequence.is_prefilling:
             plan.reserve(1)  # preempted, and all but its last token found in the cache: a decoding row like others
         self._compute(sequence, size, plan)

@@ -19,6 +19,7 @@ class Sequence:
     pages         int32 buffer whose first num_pages belong to the sequence, in order. Steps in flight hold views of
                   it: entries once written are never changed, a copy on write takes a new buffer
     keeps_to_itself  the tree has the same tokens on other pages: nothing of this sequence is inserted while it runs
+    is_miscounted    the device's token counts of its row (for penalties) have to start anew
     tail_is_shared  its last page is partly filled and other continuations use it too: copied before it is written
     stop_ids      tokens that end it, once min_tokens have been made
     handle        locked position in the radix tree; its num_tokens of the sequence have been inserted or matched
@@ -27,9 +28,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "common", "handle", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages", "num_passed_over",
-        "num_pending", "num_preemptions", "num_prompt", "num_scored", "num_unscored_next", "order", "pages", "request",
-        "row", "stop_ids", "tail_is_shared", "tokens", "was_admitted",
+        "common", "handle", "is_miscounted", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages",
+        "num_passed_over", "num_pending", "num_preemptions", "num_prompt", "num_scored", "num_unscored_next", "order",
+        "pages", "request", "row", "stop_ids", "tail_is_shared", "tokens", "was_admitted",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, key: tuple[int, int, int]) -> None:
@@ -55,6 +56,7 @@ class Sequence:
         self.handle: Handle | None = None
         self.keeps_to_itself = False
         self.tail_is_shared = False
+        self.is_miscounted = False
         self.common: dict[int, int] = {}  # other sequence's order -> length of the common prefix
         self.num_passed_over = 0
         self.num_preemptions = 0

@@ -7,10 +7,11 @@ on write forgotten or a token lost changes the tokens that come out. expected_to
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.scheduler.decision import LAST_TOKEN, CacheGeometry, SampleWork, StepDecision, StepResult
+from jaxserve.scheduler.decision import LAST_TOKEN, CacheGeometry, SampleWork, StepConstraints, StepDecision, StepResult
 
 _MAX_POSITIONS = 1 << 17
 _WEIGHTS = np.random.default_rng(20261129).integers(1, 2**63, _MAX_POSITIONS, dtype=np.uint64) | np.uint64(1)
@@ -61,6 +62,14 @@ class CostModel:
         return self.step + self.token * num_tokens + self.context_token * num_context_tokens
 
 
+class _Unsampled(NamedTuple):
+    """A constrained step before its sampling; the arguments of SimulatedRunner._sample."""
+
+    decision: StepDecision
+    positions: np.ndarray
+    history: np.ndarray
+
+
 class SimulatedRunner:
     """Implements scheduler.decision.Runner. Raises RuntimeError when a decision breaks a rule of the device.
 
@@ -77,9 +86,12 @@ class SimulatedRunner:
         self._tokens = np.full(geometry.num_pages * geometry.page_size, _NEVER_WRITTEN)
         self._last_token = np.full(geometry.max_num_rows, _NEVER_WRITTEN)
         self._writer = np.zeros(geometry.num_pages, np.int64)
+        self._waiting: int | None = None  # the step that has to be sampled next
         self._counted: dict[int, tuple[int, int]] = {}  # row -> (number, sum) of the tokens counted for penalties
 
-    def dispatch(self, decision: StepDecision) -> StepResult:
+    def dispatch(self, decision: StepDecision) -> StepResult | _Unsampled:
+        if self._waiting is not None:
+            raise RuntimeError(f"step {decision.step_id} is dispatched before step {self._waiting} was sampled")
         self._check(decision)
         page_size = self.geometry.page_size
         for copy in decision.copies:
@@ -106,7 +118,14 @@ class SimulatedRunner:
         self.now += self.cost_model.seconds(len(slots), len(read))
         self.num_steps += 1
         self.num_computed_tokens += len(slots)
-        return self._sample(decision, position + 1, history)
+        if decision.is_constrained:
+            self._waiting = decision.step_id
+            return _Unsampled(decision, position + 1, history)
+        return self._sample(decision, position + 1, history, None)
+
+    def sample(self, handle: _Unsampled, constraints: StepConstraints) -> StepResult:
+        self._waiting = None
+        return self._sample(*handle, constraints)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -155,7 +174,9 @@ class SimulatedRunner:
             raise RuntimeError(f"step {decision.step_id}: two rows write one page")
         self._tokens[slots] = ids
 
-    def _sample(self, decision: StepDecision, positions: np.ndarray, history: np.ndarray) -> StepResult:
+    def _sample(
+        self, decision: StepDecision, positions: np.ndarray, history: np.ndarray, constraints: StepConstraints | None
+    ) -> StepResult:
         samples = decision.samples
         wrong = np.flatnonzero(positions != np.array([work.position for work in samples], np.int64))
         if len(wrong):
@@ -165,6 +186,8 @@ class SimulatedRunner:
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed ^= mixed >> np.uint64(32)
         tokens = ((mixed & np.uint64(0xFFFFFFFF)) % np.uint64(self.vocab_size)).astype(np.int32)
+        if constraints is not None:
+            _constrain(tokens, mixed, constraints)
         for i, work in enumerate(samples):
             if work.forced_token >= 0:
                 tokens[i] = work.forced_token
@@ -182,6 +205,15 @@ class SimulatedRunner:
             raise RuntimeError(f"request {work.request_id}: row {work.row} counts other tokens than it has")
         counted = (history + token * int(_WEIGHTS[work.position])) & _MASK
         self._counted[work.row] = (work.position + 1, counted)
+
+
+def _constrain(tokens: np.ndarray, draws: np.ndarray, constraints: StepConstraints) -> None:
+    """Let each limited sample draw among its allowed tokens."""
+    for i, mask in zip(constraints.indices.tolist(), constraints.masks):
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        tokens[i] = allowed[int(draws[i]) % len(allowed)]
+    for i, token in constraints.forced.items():
+        tokens[i] = token
 
 
 def _ragged(lengths: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,12 +9,13 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.messages import ModelInfo, RequestOutput
-from jaxserve.scheduler.decision import CacheGeometry, SampleWork, StepDecision, StepResult
+from jaxserve.scheduler.decision import CacheGeometry, SampleWork, StepConstraints, StepDecision, StepResult
 
 EOS = 256
 VOCAB_SIZE = 258  # 0..255: bytes; 256: end of sequence; 257: another control token
 
 Script = Callable[[SampleWork], int]
+Handle = tuple[int, StepDecision, StepConstraints | None]
 
 
 class ByteTokenizer:
@@ -68,8 +69,10 @@ class ScriptedRunner:
         self.num_dispatched = 0
         self.fails_at: int | None = None
         self._next_collect = 0
+        self._unsampled: int | None = None
 
-    def dispatch(self, decision: StepDecision) -> tuple[int, StepDecision]:
+    def dispatch(self, decision: StepDecision) -> Handle:
+        assert self._unsampled is None, "a constrained step is sampled before the next is dispatched"
         assert 0 < decision.num_tokens <= self.geometry.max_step_tokens
         assert len(decision.rows) <= self.geometry.max_num_rows
         if self.num_dispatched == self.fails_at:
@@ -78,10 +81,19 @@ class ScriptedRunner:
         self.num_dispatched += 1
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-        return number, decision
+        if decision.is_constrained:
+            self._unsampled = number
+        return number, decision, None
 
-    def collect(self, handle: tuple[int, StepDecision]) -> StepResult:
-        number, decision = handle
+    def sample(self, handle: Handle, constraints: StepConstraints) -> Handle:
+        """A sample takes what the script says if it may, else the first token allowed."""
+        assert handle[0] == self._unsampled
+        self._unsampled = None
+        return handle[0], handle[1], constraints
+
+    def collect(self, handle: Handle) -> StepResult:
+        number, decision, constraints = handle
+        assert number != self._unsampled
         assert number == self._next_collect
         self._next_collect += 1
         self.num_in_flight -= 1
@@ -89,6 +101,13 @@ class ScriptedRunner:
             [work.forced_token if work.forced_token >= 0 else self.script(work) for work in decision.samples],
             np.int32,
         )
+        if constraints is not None:
+            for place, mask in zip(constraints.indices.tolist(), constraints.masks):
+                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                if tokens[place] not in allowed:
+                    tokens[place] = allowed[0]
+            for place, token in constraints.forced.items():
+                tokens[place] = token
         top = np.tile(np.arange(20, dtype=np.int32), (len(tokens), 1))
         return StepResult(
             decision.step_id,
