@@ -9,6 +9,9 @@ context in segments of SEGMENT tokens that start at absolute positions; each seg
 and segments are merged in order. Long units are split over threads at segment boundaries and merged by
 whoever finishes last, in the same order: the arithmetic of a query token never depends on the split, on the
 other tokens, or on the number of threads, so every result is bitwise reproducible.
+
+Decode rows whose page tables begin with the same pages compute the segments that lie there together, as one unit
+(cpu_ffi_cascade.py), and take them from it as parts: the same bits for a fraction of the work.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     data,
     dim,
     free,
+    jit,
     load_f32,
     load_i32,
     load_i64,
@@ -39,7 +43,8 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
 )
 from jaxserve.pallas_kernels.cpu_ffi.support import has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES, MASKED
-from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import (
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_cascade import RECORD_UNIT, record_of
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_K,
     ARG_PAGES,
     ARG_Q,
@@ -55,6 +60,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import (
     ITEM_SEGMENT,
     ITEM_STOP,
     ITEM_UNIT,
+    PLAN_COUNTS,
     PLAN_ITEMS_AT,
     PLAN_NUM_WRITES,
     PLAN_SCRATCH,
@@ -66,22 +72,25 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import (
     RET_PAGES,
     SCORE_BYTES,
     SEGMENT,
+    UNIT_BYTES,
     UNIT_COUNT,
     UNIT_END,
     UNIT_FIRST,
     UNIT_HEAD,
     UNIT_LEFT,
+    UNIT_MEMBERS,
     UNIT_PARTS,
     UNIT_POSITION,
+    UNIT_RECORDS,
     UNIT_ROW,
     UNIT_TOKEN,
     WRITE_TOKENS,
     align,
     clamp,
     group_of,
-    make_plan,
     page_size_of,
 )
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import make_plan
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     MAX_BLOCK_ROWS,
     TILE,
@@ -238,6 +247,13 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
     return segment
 
 
+@jit
+def member_unit(unit, place):
+    """The unit, of the same kv head, of the row at `place` in a shared unit."""
+    record = record_of(load_i64(unit, UNIT_RECORDS), load_i64(load_i64(unit, UNIT_MEMBERS), 8 * place))
+    return load_i64(record, RECORD_UNIT) + load_i64(unit, UNIT_HEAD) * UNIT_BYTES
+
+
 def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tuple[Any, Any, Any]:
     write = _make_write(head_dim, kind)
     plan, segment = make_plan(head_dim, kind, write), _make_segment(head_dim, kind, block_vectors)
@@ -250,6 +266,8 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
         """Bytes from the start of q (and of the result) to query row r of the unit."""
         group = group_of(frame)
         token = load_i64(unit, UNIT_TOKEN) + r // group
+        if load_i64(unit, UNIT_MEMBERS) != 0:
+            token = load_i64(member_unit(unit, r // group), UNIT_TOKEN)
         return (token * dim(arg(frame, ARG_Q), 1) + load_i64(unit, UNIT_HEAD) * group + r % group) * head_bytes
 
     @named(name)
@@ -263,9 +281,72 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
             finish_row(sums + r * head_bytes, states + 8 * r, sink, target)
 
     @named(name)
+    def clear(rows, sums, states):
+        for r in range(rows):
+            clear_row(sums + r * head_bytes, states + 8 * r)
+
+    @named(name)
     def merge(rows, sums, states, part, part_states):
         for r in range(rows):
             merge_row(sums + r * head_bytes, states + 8 * r, part + r * head_bytes, part_states + 8 * r)
+
+    @named(name)
+    def finish_part(frame, unit, sums, states):
+        """One of the items that compute a unit's segments is done; the last one merges them all, in order."""
+        if atomic_add(unit + UNIT_LEFT, -1) != 1:
+            return
+        rows = load_i64(unit, UNIT_COUNT) * group_of(frame)
+        segments = (load_i64(unit, UNIT_END) - 1) // SEGMENT + 1 - load_i64(unit, UNIT_FIRST) // SEGMENT
+        part_bytes = align(rows * (head_bytes + 8))
+        clear(rows, sums, states)
+        for index in range(segments):
+            part = load_i64(unit, UNIT_PARTS) + index * part_bytes
+            merge(rows, sums, states, part, part + rows * head_bytes)
+        finish_unit(frame, unit, sums, states)
+
+    @named(name)
+    def hand_out(frame, unit, index, part, part_states):
+        """A segment of a shared unit, to the parts of its members."""
+        group = group_of(frame)
+        part_bytes = align(group * (head_bytes + 8))
+        for r in range(load_i64(unit, UNIT_COUNT) * group):
+            target = load_i64(member_unit(unit, r // group), UNIT_PARTS) + index * part_bytes
+            scale_row(part + r * head_bytes, target + r % group * head_bytes, np.float32(1.0))
+            store_i64(target + group * head_bytes, 8 * (r % group), load_i64(part_states, 8 * r))
+
+    @named(name)
+    def compute(frame, item, scratch, unit_rows, plan_address):
+        sums = scratch + unit_rows * head_bytes
+        part = sums + unit_rows * head_bytes
+        states = part + unit_rows * head_bytes + SCORE_BYTES + 2 * TILE * head_bytes
+        part_states = states + align(unit_rows * 8)
+        unit = load_i64(item, ITEM_UNIT)
+        rows = load_i64(unit, UNIT_COUNT) * group_of(frame)
+        scale = load_f32(attr(frame, ATTR_SCALE), 0)
+        for r in range(rows):
+            scale_row(data(arg(frame, ARG_Q)) + row_offset(frame, unit, r), scratch + r * head_bytes, scale)
+        # Rows may share pages, so all of them wait for all writes.
+        wait_for(plan_address + PLAN_WRITTEN, load_i64(plan_address, PLAN_NUM_WRITES))
+
+        parts, is_shared = load_i64(unit, UNIT_PARTS), load_i64(unit, UNIT_MEMBERS) != 0
+        first = load_i64(unit, UNIT_FIRST) // SEGMENT
+        clear(rows, sums, states)
+        for index in range(load_i64(item, ITEM_SEGMENT), load_i64(item, ITEM_STOP)):
+            if parts != 0:
+                part = parts + (index - first) * align(rows * (head_bytes + 8))
+                part_states = part + rows * head_bytes
+            segment(frame, unit, index, scratch, unit_rows, part, part_states)
+            if is_shared:
+                hand_out(frame, unit, index, part, part_states)
+            elif parts == 0:
+                merge(rows, sums, states, part, part_states)
+        if is_shared:
+            for place in range(load_i64(unit, UNIT_COUNT)):
+                finish_part(frame, member_unit(unit, place), sums, states)
+        elif parts != 0:
+            finish_part(frame, unit, sums, states)
+        else:
+            finish_unit(frame, unit, sums, states)
 
     @named(name)
     def body(frame, plan_address, i, worker):
@@ -276,46 +357,12 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
             atomic_add(plan_address + PLAN_WRITTEN, 1)
             return
         item = load_i64(plan_address, PLAN_ITEMS_AT) + (i - writes) * ITEM_BYTES
-        unit = load_i64(item, ITEM_UNIT)
-        unit_rows = load_i64(plan_address, PLAN_UNIT_ROWS)
         scratch = load_i64(plan_address, PLAN_SCRATCH) + worker * load_i64(plan_address, PLAN_SCRATCH_BYTES)
-        sums = scratch + unit_rows * head_bytes
-        part = sums + unit_rows * head_bytes
-        states = part + unit_rows * head_bytes + SCORE_BYTES + 2 * TILE * head_bytes
-        part_states = states + align(unit_rows * 8)
-
-        rows = load_i64(unit, UNIT_COUNT) * group_of(frame)
-        scale = load_f32(attr(frame, ATTR_SCALE), 0)
-        for r in range(rows):
-            scale_row(data(arg(frame, ARG_Q)) + row_offset(frame, unit, r), scratch + r * head_bytes, scale)
-        wait_for(plan_address + PLAN_WRITTEN, writes)  # rows may share pages, so all of them wait for all writes
-
-        parts = load_i64(unit, UNIT_PARTS)
-        first = load_i64(unit, UNIT_FIRST) // SEGMENT
-        stop = (load_i64(unit, UNIT_END) - 1) // SEGMENT + 1
-        part_bytes = align(rows * (head_bytes + 8))
-        if parts == 0:
-            for r in range(rows):
-                clear_row(sums + r * head_bytes, states + 8 * r)
-        for index in range(load_i64(item, ITEM_SEGMENT), load_i64(item, ITEM_STOP)):
-            if parts != 0:
-                part = parts + (index - first) * part_bytes
-                part_states = part + rows * head_bytes
-            segment(frame, unit, index, scratch, unit_rows, part, part_states)
-            if parts == 0:
-                merge(rows, sums, states, part, part_states)
-        if parts != 0:
-            if atomic_add(unit + UNIT_LEFT, -1) != 1:
-                return
-            for r in range(rows):
-                clear_row(sums + r * head_bytes, states + 8 * r)
-            for index in range(stop - first):
-                part = parts + index * part_bytes
-                merge(rows, sums, states, part, part + rows * head_bytes)
-        finish_unit(frame, unit, sums, states)
+        compute(frame, item, scratch, load_i64(plan_address, PLAN_UNIT_ROWS), plan_address)
 
     @named(name)
     def finish(frame, plan_address):
+        free(load_i64(plan_address, PLAN_COUNTS))
         free(load_i64(plan_address, -8))
 
     return plan, body, finish

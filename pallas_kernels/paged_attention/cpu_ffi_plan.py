@@ -1,14 +1,9 @@
-"""How one call of CPU paged attention is cut into work items: arguments, plan layout, and the planner.
-
-The plan is one block of memory per call: counters, then units, items, partial results, and a work space for
-each thread. Everything is read and written by byte offset.
-"""
+"""How one call of CPU paged attention is cut into work items: the planner."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
     F32,
@@ -29,76 +24,77 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     store_i64,
     zero_bytes,
 )
-from jaxserve.pallas_kernels.cpu_ffi.parallel import (
-    BAD_ARGUMENTS,
-    NO_MEMORY,
-    PLAN_ITEMS,
-    PLAN_THREADS,
-    named,
+from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, NO_MEMORY, PLAN_ITEMS, PLAN_THREADS, named
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_cascade import (
+    RECORD_MEMBERS,
+    RECORD_PLACE,
+    RECORD_RUN,
+    RECORD_SIZE,
+    RECORD_UNIT,
+    find_groups,
+    groups_bytes,
+    record_of,
 )
-from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
-    MAX_BLOCK_ROWS,
-    TILE,
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
+    ARG_K,
+    ARG_LENGTHS,
+    ARG_NUM_ROWS,
+    ARG_PAGES,
+    ARG_Q,
+    ARG_SINKS,
+    ARG_SLOTS,
+    ARG_STARTS,
+    ARG_TABLE,
+    ARG_V,
+    ATTR_HAS_SINKS,
+    ATTR_WINDOW,
+    ITEM_BYTES,
+    ITEM_SEGMENT,
+    ITEM_STOP,
+    ITEM_UNIT,
+    PLAN_BYTES,
+    PLAN_COUNTS,
+    PLAN_ITEMS_AT,
+    PLAN_NUM_WRITES,
+    PLAN_SCRATCH,
+    PLAN_SCRATCH_BYTES,
+    PLAN_TOTAL,
+    PLAN_UNIT_ROWS,
+    PLAN_WRITTEN,
+    RET_OUT,
+    RET_PAGES,
+    SCORE_BYTES,
+    SEGMENT,
+    UNIT_BYTES,
+    UNIT_COUNT,
+    UNIT_END,
+    UNIT_FIRST,
+    UNIT_HEAD,
+    UNIT_LEFT,
+    UNIT_MEMBERS,
+    UNIT_PARTS,
+    UNIT_POSITION,
+    UNIT_RECORDS,
+    UNIT_ROW,
+    UNIT_TOKEN,
+    WRITE_TOKENS,
+    align,
+    clamp,
+    group_of,
+    page_size_of,
+    rows_in_use,
 )
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import TILE
 
-SEGMENT = 256  # tokens per independent softmax; a multiple of TILE
 _UNIT_ROWS = 96  # query rows per unit: enough to pay for laying out a tile, few enough to stay in L2
-WRITE_TOKENS = 64  # tokens per work item of the K/V write
 _ITEMS_PER_THREAD = 4  # so that uneven items even out
 # A unit of cost is roughly one query row against one context token, 2 ns.
 _TOKEN_COST = 4  # laying out one context token, in the same unit
 _MIN_ITEM_COST = 4096  # below this, handing an item to another thread costs more than it saves
-
-# Arguments, results and attributes of the call.
-ARG_Q, ARG_K, ARG_V, ARG_PAGES, ARG_SLOTS, ARG_STARTS, ARG_LENGTHS, ARG_TABLE, ARG_NUM_ROWS, ARG_SINKS = range(10)
-RET_OUT, RET_PAGES = range(2)
-ATTR_SCALE, ATTR_SOFTCAP, ATTR_WINDOW, ATTR_HAS_SINKS = range(
-    4
-)  # sorted by name: a_scale, b_softcap, c_window, d_has_sinks
-
-# The plan: counters, then units, items, parts and work space.
-PLAN_WRITTEN = 64  # write items that are done; alone on its cache line
-PLAN_NUM_WRITES, PLAN_TOTAL, PLAN_SCRATCH, PLAN_SCRATCH_BYTES, PLAN_UNIT_ROWS, PLAN_ITEMS_AT = (
-    128,
-    136,
-    144,
-    152,
-    160,
-    168,
-)
-_PLAN_BYTES = 192
-# A unit: which query rows, where their context lies, and the state of its split.
-UNIT_ROW, UNIT_HEAD, UNIT_TOKEN, UNIT_COUNT, UNIT_POSITION = 0, 8, 16, 24, 32
-UNIT_FIRST, UNIT_END, UNIT_PARTS, UNIT_LEFT = 40, 48, 56, 64
-_UNIT_BYTES = 128
-# An item: a unit and the segments to compute.
-ITEM_UNIT, ITEM_SEGMENT, ITEM_STOP = 0, 8, 16
-ITEM_BYTES = 32
-# What a walk over the batch counts.
-_C_COST, _C_UNITS, _C_ITEMS, _C_PARTS, _C_ROWS = 0, 8, 16, 24, 32
 _NO_SPLIT = 1 << 62
-SCORE_BYTES = MAX_BLOCK_ROWS * TILE * 4
 _MAX_PART_BYTES = 64 << 20
-
-
-@jit
-def clamp(value, low, high):
-    return min(max(value, low), high)
-
-
-@jit
-def _rows_in_use(frame):
-    return clamp(load_i32(data(arg(frame, ARG_NUM_ROWS)), 0), 0, dim(arg(frame, ARG_LENGTHS), 0))
-
-
-@jit
-def page_size_of(frame):
-    return dim(arg(frame, ARG_PAGES), 3)
-
-
-@jit
-def group_of(frame):
-    return dim(arg(frame, ARG_Q), 1) // dim(arg(frame, ARG_K), 1)
+# What a walk over the batch counts; the records of shared rows follow.
+_C_COST, _C_UNITS, _C_ITEMS, _C_PARTS, _C_ROWS, _COUNT_BYTES = 0, 8, 16, 24, 32, 64
 
 
 @jit
@@ -107,8 +103,38 @@ def _count(counts, which, value):
 
 
 @jit
-def align(value):
-    return (value + 63) // 64 * 64
+def _segments_per_item(segments, cost, target):
+    """How many segments of a unit that costs `cost` one item takes."""
+    pieces = max(1, min(segments, (cost + target - 1) // target))
+    return (segments + pieces - 1) // pieces
+
+
+@jit
+def _put_items(items, unit, first, stop, per_item):
+    """Items of `per_item` segments from `first` to `stop`; returns how many."""
+    count = 0
+    for segment in range(first, stop, per_item):
+        item = items + count * ITEM_BYTES
+        store_i64(item, ITEM_UNIT, unit)
+        store_i64(item, ITEM_SEGMENT, segment)
+        store_i64(item, ITEM_STOP, min(segment + per_item, stop))
+        count += 1
+    return count
+
+
+@jit
+def _put_unit(unit, row, head, token, tokens, position, first, end):
+    store_i64(unit, UNIT_ROW, row)
+    store_i64(unit, UNIT_HEAD, head)
+    store_i64(unit, UNIT_TOKEN, token)
+    store_i64(unit, UNIT_COUNT, tokens)
+    store_i64(unit, UNIT_POSITION, position)
+    store_i64(unit, UNIT_FIRST, first)
+    store_i64(unit, UNIT_END, end)
+    store_i64(unit, UNIT_PARTS, 0)
+    store_i64(unit, UNIT_LEFT, 0)
+    store_i64(unit, UNIT_MEMBERS, 0)
+    store_i64(unit, UNIT_RECORDS, 0)
 
 
 def _make_checks(head_dim: int, kind: str) -> Any:
@@ -147,24 +173,61 @@ def _make_walk(head_dim: int) -> Any:
     part_row_bytes = 4 * head_dim + 8
 
     @named(f"d{head_dim}")
+    def shared_per_item(frame, record, place, target):
+        """Segments per item of the shared unit that the member at `place` belongs to."""
+        group = group_of(frame)
+        unit_members = max(1, _UNIT_ROWS // group)
+        run = load_i64(record, RECORD_RUN)
+        count = min(unit_members, load_i64(record, RECORD_SIZE) - place // unit_members * unit_members)
+        return _segments_per_item(run, run * SEGMENT * (_TOKEN_COST + count * group), target)
+
+    @named(f"d{head_dim}")
+    def walk_shared(frame, plan, items, target, counts):
+        """Units and items of what rows share, one unit for up to _UNIT_ROWS query rows. They stand before all other
+        items, which need nothing of them, because they are the longest."""
+        rows, kv_heads, group = rows_in_use(frame), dim(arg(frame, ARG_K), 1), group_of(frame)
+        unit_members, groups = max(1, _UNIT_ROWS // group), counts + _COUNT_BYTES
+        for row in range(rows):
+            record = record_of(groups, row)
+            run, place = load_i64(record, RECORD_RUN), load_i64(record, RECORD_PLACE)
+            if run == 0 or place % unit_members != 0:
+                continue
+            members = load_i64(record, RECORD_MEMBERS) + 8 * place
+            count = min(unit_members, load_i64(record, RECORD_SIZE) - place)
+            per_item = shared_per_item(frame, record, place, target)
+            store_i64(counts, _C_ROWS, max(load_i64(counts, _C_ROWS), count * group))
+            for head in range(kv_heads):
+                if plan != 0:
+                    unit = plan + PLAN_BYTES + load_i64(counts, _C_UNITS) * UNIT_BYTES
+                    _put_unit(unit, row, head, 0, count, run * SEGMENT, 0, run * SEGMENT)
+                    store_i64(unit, UNIT_MEMBERS, members)
+                    store_i64(unit, UNIT_RECORDS, groups)
+                    _put_items(items + load_i64(counts, _C_ITEMS) * ITEM_BYTES, unit, 0, run, per_item)
+                _count(counts, _C_COST, run * SEGMENT * (_TOKEN_COST + count * group))
+                _count(counts, _C_UNITS, 1)
+                _count(counts, _C_ITEMS, (run + per_item - 1) // per_item)
+
+    @named(f"d{head_dim}")
     def walk(frame, plan, target, counts):
         """Count units, items and bytes of partial results of the batch, splitting units that cost more than
         `target`; with a plan (not 0) also write them there. The last rows come first: they hold the chunks,
         and long items should start early."""
-        rows, kv_heads, group = _rows_in_use(frame), dim(arg(frame, ARG_K), 1), group_of(frame)
+        rows, kv_heads, group = rows_in_use(frame), dim(arg(frame, ARG_K), 1), group_of(frame)
         starts, lengths = data(arg(frame, ARG_STARTS)), data(arg(frame, ARG_LENGTHS))
         capacity = dim(arg(frame, ARG_TABLE), 1) * page_size_of(frame)
         window = load_i32(attr(frame, ATTR_WINDOW), 0)
         unit_tokens = max(1, _UNIT_ROWS // group)
-        units = plan + _PLAN_BYTES
-        items = parts = np.int64(0)
+        items = parts = 0
         if plan != 0:
             items = load_i64(plan, PLAN_ITEMS_AT)
             parts = items + load_i64(counts, _C_ITEMS) * ITEM_BYTES
         for which in (_C_COST, _C_UNITS, _C_ITEMS, _C_PARTS, _C_ROWS):
             store_i64(counts, which, 0)
+        walk_shared(frame, plan, items, target, counts)
         limit = dim(arg(frame, ARG_Q), 0)
         for row in range(rows - 1, -1, -1):
+            record = record_of(counts + _COUNT_BYTES, row)
+            run = load_i64(record, RECORD_RUN)
             begin = clamp(load_i32(starts, 4 * row), 0, limit)
             count = clamp(load_i32(starts, 4 * row + 4), begin, limit) - begin
             base = max(load_i32(lengths, 4 * row) - count, 0)
@@ -175,39 +238,35 @@ def _make_walk(head_dim: int) -> Any:
                 end = min(base + token + tokens, capacity)
                 first = max(0, position - window + 1) if window > 0 else 0
                 num_rows = tokens * group
-                cost = (end - first // TILE * TILE) * (_TOKEN_COST + num_rows)
-                segments = (end - 1) // SEGMENT - first // SEGMENT + 1
+                first_segment, stop_segment = max(first // SEGMENT, run), (end - 1) // SEGMENT + 1
+                cost = (end - max(first, run * SEGMENT) // TILE * TILE) * (_TOKEN_COST + num_rows)
                 part_bytes = align(num_rows * part_row_bytes)
-                pieces = min(segments, (cost + target - 1) // target)
-                if pieces * part_bytes > _MAX_PART_BYTES:
-                    pieces = 1
-                per_item = (segments + pieces - 1) // pieces
+                segments = stop_segment - first_segment
+                per_item = _segments_per_item(segments, cost, target)
+                if run == 0 and (segments + per_item - 1) // per_item * part_bytes > _MAX_PART_BYTES:
+                    per_item = segments
                 pieces = (segments + per_item - 1) // per_item
+                left = pieces
+                if run > 0:
+                    shared = shared_per_item(frame, record, load_i64(record, RECORD_PLACE), target)
+                    left += (run + shared - 1) // shared
                 store_i64(counts, _C_ROWS, max(load_i64(counts, _C_ROWS), num_rows))
                 for head in range(kv_heads):
                     if plan != 0:
-                        unit = units + load_i64(counts, _C_UNITS) * _UNIT_BYTES
-                        store_i64(unit, UNIT_ROW, row)
-                        store_i64(unit, UNIT_HEAD, head)
-                        store_i64(unit, UNIT_TOKEN, begin + token)
-                        store_i64(unit, UNIT_COUNT, tokens)
-                        store_i64(unit, UNIT_POSITION, position)
-                        store_i64(unit, UNIT_FIRST, first)
-                        store_i64(unit, UNIT_END, end)
-                        store_i64(unit, UNIT_PARTS, parts + load_i64(counts, _C_PARTS) if pieces > 1 else 0)
-                        store_i64(unit, UNIT_LEFT, pieces)
+                        unit = plan + PLAN_BYTES + load_i64(counts, _C_UNITS) * UNIT_BYTES
+                        _put_unit(unit, row, head, begin + token, tokens, position, first, end)
+                        if left > 1:
+                            store_i64(unit, UNIT_PARTS, parts + load_i64(counts, _C_PARTS))
+                        store_i64(unit, UNIT_LEFT, left)
+                        if run > 0 and head == 0:
+                            store_i64(record, RECORD_UNIT, unit)
                         item = items + load_i64(counts, _C_ITEMS) * ITEM_BYTES
-                        for piece in range(pieces):
-                            segment = first // SEGMENT + piece * per_item
-                            store_i64(item, ITEM_UNIT, unit)
-                            store_i64(item, ITEM_SEGMENT, segment)
-                            store_i64(item, ITEM_STOP, min(segment + per_item, (end - 1) // SEGMENT + 1))
-                            item += ITEM_BYTES
+                        _put_items(item, unit, first_segment, stop_segment, per_item)
                     _count(counts, _C_COST, cost)
                     _count(counts, _C_UNITS, 1)
                     _count(counts, _C_ITEMS, pieces)
-                    if pieces > 1:
-                        _count(counts, _C_PARTS, segments * part_bytes)
+                    if left > 1:
+                        _count(counts, _C_PARTS, (stop_segment - first // SEGMENT) * part_bytes)
 
     return walk
 
@@ -219,14 +278,17 @@ def make_plan(head_dim: int, kind: str, write: Any) -> Any:
     def plan(frame):
         if not check(frame):
             return BAD_ARGUMENTS
-        rows = _rows_in_use(frame)
+        rows = rows_in_use(frame)
         tokens, heads = dim(arg(frame, ARG_Q), 0), dim(arg(frame, ARG_Q), 1)
         total = clamp(load_i32(data(arg(frame, ARG_STARTS)), 4 * rows), 0, tokens)
         zero_bytes(data(ret(frame, RET_OUT)) + total * heads * head_dim * 4, (tokens - total) * heads * head_dim * 4)
 
-        counts = malloc(64)
+        counts = malloc(_COUNT_BYTES + groups_bytes(rows))
         if counts == 0:
             return NO_MEMORY
+        # Shared rows keep a partial result of every segment, so a very long run is shared in part only.
+        part_bytes = align(group_of(frame) * (4 * head_dim + 8)) * max(1, rows * dim(arg(frame, ARG_K), 1))
+        find_groups(frame, counts + _COUNT_BYTES, _MAX_PART_BYTES // part_bytes)
         walk(frame, 0, _NO_SPLIT, counts)
         cost = load_i64(counts, _C_COST)
         threads = max(1, min(num_threads(frame), cost // _MIN_ITEM_COST))
@@ -235,7 +297,7 @@ def make_plan(head_dim: int, kind: str, write: Any) -> Any:
             target = max(_MIN_ITEM_COST, cost // (threads * _ITEMS_PER_THREAD))
             walk(frame, 0, target, counts)
         unit_rows = load_i64(counts, _C_ROWS)
-        items_at = align(_PLAN_BYTES + load_i64(counts, _C_UNITS) * _UNIT_BYTES)
+        items_at = align(PLAN_BYTES + load_i64(counts, _C_UNITS) * UNIT_BYTES)
         parts_at = items_at + load_i64(counts, _C_ITEMS) * ITEM_BYTES
         scratch_at = align(parts_at + load_i64(counts, _C_PARTS))
         scratch_bytes = _scratch_bytes(unit_rows, head_dim)
@@ -261,7 +323,7 @@ def make_plan(head_dim: int, kind: str, write: Any) -> Any:
         store_i64(plan_address, PLAN_SCRATCH, plan_address + scratch_at)
         store_i64(plan_address, PLAN_SCRATCH_BYTES, scratch_bytes)
         store_i64(plan_address, PLAN_UNIT_ROWS, unit_rows)
-        free(counts)
+        store_i64(plan_address, PLAN_COUNTS, counts)
         return plan_address
 
     return plan
