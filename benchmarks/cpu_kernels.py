@@ -11,6 +11,7 @@ Forms are timed in turn, round by round, so that a busy machine slows all of the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import time
 from collections.abc import Callable
@@ -81,7 +82,9 @@ def gather_attention(q, k, v, pages, batch: RaggedBatch):
     return out.reshape(q.shape), flat.reshape(pages.shape)
 
 
-def attention_step(form: str, batch: RaggedBatch, num_pages: int, dtype: str) -> Callable[[], object]:
+def attention_step(
+    form: str, batch: RaggedBatch, num_pages: int, dtype: str, *, cascade: bool = True
+) -> Callable[[], object]:
     """A function that runs attention of all layers once and keeps the donated pages for the next call."""
     backend = "cpu_ffi" if form == "cpu_ffi" else "xla"
 
@@ -91,7 +94,9 @@ def attention_step(form: str, batch: RaggedBatch, num_pages: int, dtype: str) ->
             if form == "gather":
                 out, pages = gather_attention(q, k, v, pages, batch)
             else:
-                out, pages = paged_attention(q, k, v, pages, batch, SPEC, page_size=PAGE_SIZE, backend=backend)
+                out, pages = paged_attention(
+                    q, k, v, pages, batch, SPEC, page_size=PAGE_SIZE, backend=backend, cascade=cascade
+                )
             q = q + 0.01 * out
             updated.append(pages)
         return q, updated
@@ -125,6 +130,24 @@ def bench_attention(num_rows: int, cached: int, new: int, rounds: int, bandwidth
                 f" {seconds * 1e3:8.2f} ms  {rate / 1e9:5.1f} GB/s of K/V ({rate / bandwidth:4.0%} of read)"
                 f"  {times[names[-1]] / seconds:5.2f} x {names[-1]}"
             )
+
+
+def bench_cascade(num_rows: int, shared: int, own: int, rounds: int) -> None:
+    """Decode rows over `shared` common tokens and `own` of their own: read together, and each by itself."""
+    batch, num_pages = make_batch(num_rows, shared + own - 1, 1)
+    table = np.asarray(batch.page_table).copy()
+    table[:, : shared // PAGE_SIZE] = table[0, : shared // PAGE_SIZE]
+    batch = dataclasses.replace(batch, page_table=jnp.asarray(table))
+    forms = {
+        name: attention_step("cpu_ffi", batch, num_pages, "bfloat16", cascade=name == "cascade")
+        for name in ("cascade", "each alone")
+    }
+    times = median_seconds(forms, rounds)
+    for name, seconds in times.items():
+        print(
+            f"attention {num_rows:3d} rows, {shared} shared + {own} own tokens  bfloat16 {name:10s}"
+            f" {seconds * 1e3:8.2f} ms  {times['each alone'] / seconds:5.2f} x each alone"
+        )
 
 
 def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
@@ -165,7 +188,7 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["all", "attention", "linear"], default="all")
+    parser.add_argument("what", nargs="?", choices=["all", "attention", "cascade", "linear"], default="all")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=256)
@@ -181,6 +204,8 @@ def main() -> None:
     if options.what in ("all", "attention"):
         bench_attention(options.rows, options.context - 1, 1, options.rounds, bandwidth)
         bench_attention(1, options.context, options.chunk, options.rounds, bandwidth)
+    if options.what in ("all", "cascade") and cpu_ffi_available()[0]:
+        bench_cascade(32, 1024, 64, options.rounds)
     if options.what in ("all", "linear"):
         for dtype in [options.dtype] if options.dtype else ["float32", "bfloat16"]:
             bench_linear(dtype, options.linear_rows, options.rounds)

@@ -2,9 +2,9 @@
 
     python benchmarks/prefix_reuse.py [--requests 64] [--rounds 3] [--json out.json]
 
-Two engines, prefix cache on and off, in turn. All requests of a round arrive at once and the cache is empty, so
-that the shared prefix must be computed once although many want it together. `computed / ideal` counts prefill
-tokens: the ideal is the prefix once and everybody's own tokens.
+Three engines in turn: prefix cache on, on without reading shared pages together (cascade), and off. All requests of
+a round arrive at once and the cache is empty, so that the shared prefix must be computed once although many want it
+together. `computed / ideal` counts prefill tokens: the ideal is the prefix once and everybody's own tokens.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def main() -> None:
     length = options.prefix_tokens + options.own_tokens + options.output_tokens
 
     targets = {}
-    for name, is_on in (("prefix cache on", True), ("prefix cache off", False)):
+    for name, is_on, cascade in (("cache on", True, True), ("no cascade", True, False), ("cache off", False, False)):
         targets[name] = InProcessTarget(
             EngineConfig(
                 model=options.model,
                 dtype=options.dtype,
                 prefix_cache=is_on,
+                cascade=cascade,
                 max_num_rows=options.max_num_rows,
                 max_model_len=max(2048, length),
             )
@@ -78,18 +79,20 @@ def main() -> None:
         )
         return run(targets[name], workload, options.unique_requests * prompt)
 
-    on, off = targets
+    on, alone, off = targets
     warm = workloads.random_lengths(4, LengthRange(8, 600), LengthRange(4, 4), vocab_size=30000, seed=99)
     for target in targets.values():
         run(target, warm, 1)
     shared = alternating.run_rounds(list(targets), options.rounds, measure_shared)
-    unique = alternating.run_rounds(list(targets), options.rounds, measure_unique)
+    unique = alternating.run_rounds([on, off], options.rounds, measure_unique)
     settings = {"model": options.model, "dtype": options.dtype, "rounds": options.rounds}
     lengths = f"{options.prefix_tokens} + {options.own_tokens} tokens, {options.output_tokens} out"
     ratio = alternating.median_ratio(shared, on, off, "total tok/s")
+    cascade_ratio = alternating.median_ratio(shared, on, alone, "total tok/s")
     alternating.show(
         f"{options.requests} requests with a common prefix, {lengths}", shared,
-        notes=[f"throughput on : off = {ratio:.2f}"], json_file=options.json, **settings,
+        notes=[f"throughput on : off = {ratio:.2f}, on : no cascade = {cascade_ratio:.2f}"],
+        json_file=options.json, **settings,
     )  # fmt: skip
     ratio = alternating.median_ratio(unique, on, off, "total tok/s")
     unique_json = options.json.with_stem(options.json.stem + "-unique") if options.json else None

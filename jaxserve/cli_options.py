@@ -27,6 +27,7 @@ ENGINE_HELP = {
     "policy": f"Order of the waiting queue: {', '.join(POLICIES)}.",
     "prefix_cache": "Share cached prefixes between requests.",
     "overlap": "Start a step before the last one's tokens are read.",
+    "cascade": "Decoding requests that share cached pages read them together.",
     "deterministic": "Bitwise the same tokens and log-probabilities whatever else runs.",
     "attention_backend": f"One of {', '.join(ATTENTION_BACKENDS)}.",
     "matmul_backend": f"One of {', '.join(MATMUL_BACKENDS)}.",

@@ -31,6 +31,7 @@ class EngineConfig:
     prefix_cache       share cached prefixes (radix tree)
     jump_forward       compute tokens that a grammar forces in one chunk instead of one by one
     overlap            dispatch a step before the last one's tokens are read
+    cascade            decoding requests that share cached pages read them together
     deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs
     seed               for requests without a seed of their own
     max_waiting        requests in the queue before new ones are refused; 0: no limit
@@ -51,6 +52,7 @@ class EngineConfig:
     prefix_cache: bool = True
     overlap: bool = True
     jump_forward: bool = True
+    cascade: bool = True
     deterministic: bool = False
     attention_backend: str = "auto"
     matmul_backend: str = "auto"

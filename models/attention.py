@@ -79,5 +79,6 @@ class Attention(nnx.Module):
             page_size=self.options.page_size,
             backend=self.options.attention,
             deterministic=self.options.deterministic,
+            cascade=self.options.cascade,
         )
         return self.out(out.reshape(num_tokens, spec.num_heads * spec.head_dim)), pages

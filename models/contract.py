@@ -54,6 +54,7 @@ class RuntimeOptions:
     page_dtype      "float32" or "bfloat16": type of the stored K/V
     attention       backend name for paged attention ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
     matmul          backend name for dense products ("cpu_ffi", "xla"); cpu_ffi takes over at few rows only
+    cascade         decode rows that share pages attend to them together, where the backend can
     deterministic   every query token is computed by the same arithmetic whatever else the step holds
     """
 
@@ -62,6 +63,7 @@ class RuntimeOptions:
     page_dtype: str = "float32"
     attention: str = "xla"
     matmul: str = "xla"
+    cascade: bool = True
     deterministic: bool = False
 
 

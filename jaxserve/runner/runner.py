@@ -177,6 +177,7 @@ def resolve_options(config: EngineConfig, platform: str) -> RuntimeOptions:
         page_dtype=page_dtype,
         attention=attention,
         matmul=matmul,
+        cascade=config.cascade,
         deterministic=config.deterministic,
     )
 

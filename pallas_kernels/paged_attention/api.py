@@ -46,6 +46,7 @@ def paged_attention(
     page_size: int,
     backend: str,
     deterministic: bool = False,
+    cascade: bool = True,
     sinks: jax.Array | None = None,  # [H] float32
 ) -> tuple[jax.Array, jax.Array]:
     """Write this step's K/V into the pages, then attend to them. Returns (out [T, H, D] float32, pages).
@@ -53,6 +54,8 @@ def paged_attention(
     Donate `pages`: the returned array is then the same memory. Tokens past the last row give zeros.
     With `deterministic` a query token's result is bitwise the same whether it decodes or lies anywhere in a
     chunk, whatever the other rows, the padding and the number of threads.
+
+    With `cascade` decode rows that share pages read them together, where the backend can.
 
     Raises ValueError when shapes, page dtype or `sinks` do not agree with `spec`.
     """
@@ -77,7 +80,7 @@ def paged_attention(
         # Loaded only here: it needs numba, which other platforms do without.
         from jaxserve.pallas_kernels.paged_attention.cpu_ffi import paged_attention_cpu
 
-        return paged_attention_cpu(q, k, v, pages, batch, spec, sinks=sinks)
+        return paged_attention_cpu(q, k, v, pages, batch, spec, cascade=cascade, sinks=sinks)
     if chosen == "reference":
         return paged_attention_reference(q, k, v, pages, batch, spec, sinks=sinks)
     return paged_attention_xla(q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks)

@@ -115,9 +115,10 @@ def paged_attention_cpu(
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
+    cascade: bool = True,
     sinks: jax.Array | None = None,  # [H] float32
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [T, H, D] float32, pages updated in place). Always deterministic."""
+    """Returns (out [T, H, D] float32, pages updated in place). Always deterministic, with `cascade` or without."""
     name = _handler(spec.head_dim, np.dtype(pages.dtype).name)
     call = jax.ffi.ffi_call(
         name,
@@ -132,6 +133,7 @@ def paged_attention_cpu(
         b_softcap=np.float32(spec.logit_softcap),
         c_window=np.int32(spec.sliding_window),
         d_has_sinks=np.int32(sinks is not None),
+        e_cascade=np.int32(cascade),
     )  # fmt: skip
     return out, pages
 

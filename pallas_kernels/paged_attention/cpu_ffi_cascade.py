@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_LENGTHS,
     ARG_STARTS,
     ARG_TABLE,
+    ATTR_CASCADE,
     ATTR_WINDOW,
     SEGMENT,
     page_size_of,
@@ -73,8 +74,8 @@ def find_groups(frame, groups, max_run):
     for row in range(rows):
         for field in range(0, RECORD_BYTES, 8):
             store_i64(record_of(groups, row), field, 0)
-    if load_i32(attr(frame, ATTR_WINDOW), 0) > 0:
-        return  # the window of each row begins elsewhere
+    if load_i32(attr(frame, ATTR_CASCADE), 0) == 0 or load_i32(attr(frame, ATTR_WINDOW), 0) > 0:
+        return  # with a window each row's context begins elsewhere
     for leader in range(rows):
         limit = min(_whole_segments(frame, leader), max_run)
         if limit == 0 or load_i64(record_of(groups, leader), RECORD_RUN) != 0:

@@ -12,10 +12,10 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import MAX_BLOCK_RO
 SEGMENT = 256  # tokens per independent softmax; a multiple of TILE
 WRITE_TOKENS = 64  # tokens per work item of the K/V write
 
-# Arguments, results and attributes (sorted by name: a_scale, b_softcap, c_window, d_has_sinks) of the call.
+# Arguments, results and attributes (sorted by name: a_scale, b_softcap, c_window, d_has_sinks, e_cascade) of the call.
 ARG_Q, ARG_K, ARG_V, ARG_PAGES, ARG_SLOTS, ARG_STARTS, ARG_LENGTHS, ARG_TABLE, ARG_NUM_ROWS, ARG_SINKS = range(10)
 RET_OUT, RET_PAGES = range(2)
-ATTR_SCALE, ATTR_SOFTCAP, ATTR_WINDOW, ATTR_HAS_SINKS = range(4)
+ATTR_SCALE, ATTR_SOFTCAP, ATTR_WINDOW, ATTR_HAS_SINKS, ATTR_CASCADE = range(5)
 
 # The plan: counters, then units, items, parts and work space.
 PLAN_WRITTEN = 64  # write items that are done; alone on its cache line
