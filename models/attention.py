@@ -9,11 +9,9 @@ from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.layers import Linear, RMSNorm
 from jaxserve.models.parameters import Parameters
-from jaxserve.models.rope import rotate
+from jaxserve.models.rope import Rotation, rotate
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
-
-Rotation = tuple[jax.Array, jax.Array]
 
 
 def attention_spec(config: ModelConfig, layer: LayerConfig) -> AttentionSpec:
@@ -25,6 +23,7 @@ def attention_spec(config: ModelConfig, layer: LayerConfig) -> AttentionSpec:
         scale=config.attention_scale,
         sliding_window=layer.sliding_window,
         logit_softcap=config.attention_softcap,
+        has_sinks=config.has_sinks,
     )
 
 
@@ -53,20 +52,19 @@ class Attention(nnx.Module):
             options=options,
             has_bias=config.has_o_bias,
         )
-        has_norms = config.qk_norm == "per_head"
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(params, f"{prefix}.q_norm", head_dim, eps=eps) if has_norms else None
-        self.k_norm = RMSNorm(params, f"{prefix}.k_norm", head_dim, eps=eps) if has_norms else None
+        self.qk_norm, self.qkv_clip, eps = config.qk_norm, config.qkv_clip, config.rms_norm_eps
+        q_size, k_size = (head_dim, head_dim) if self.qk_norm == "per_head" else (heads * head_dim, kv_heads * head_dim)
+        has_norms = self.qk_norm != "none"
+        self.q_norm = RMSNorm(params, f"{prefix}.q_norm", q_size, eps=eps) if has_norms else None
+        self.k_norm = RMSNorm(params, f"{prefix}.k_norm", k_size, eps=eps) if has_norms else None
+        self.sinks = nnx.Param(params.vector(f"{prefix}.sinks", heads)) if config.has_sinks else None
 
     def __call__(
         self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, hidden] -> ([T, hidden] float32, updated pages of this layer)."""
         spec, num_tokens = self.spec, x.shape[0]
-        qkv = self.qkv(x).reshape(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q, k, v = jnp.split(qkv, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._project(x)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         out, pages = paged_attention(
@@ -80,5 +78,19 @@ class Attention(nnx.Module):
             backend=self.options.attention,
             deterministic=self.options.deterministic,
             cascade=self.options.cascade,
+            sinks=None if self.sinks is None else self.sinks.get_value(),
         )
         return self.out(out.reshape(num_tokens, spec.num_heads * spec.head_dim)), pages
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, hidden] -> q [T, H, D], k and v [T, KV, D], before the rotation."""
+        spec, num_tokens = self.spec, x.shape[0]
+        qkv, q_size = self.qkv(x), spec.num_heads * spec.head_dim
+        if self.qk_norm == "full":
+            q, k, v = jnp.split(qkv, (q_size, q_size + spec.num_kv_heads * spec.head_dim), axis=1)
+            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=1)
+        if self.qkv_clip:
+            qkv = jnp.clip(qkv, -self.qkv_clip, self.qkv_clip)
+        qkv = qkv.reshape(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q, k, v = jnp.split(qkv, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
+        return (self.q_norm(q), self.k_norm(k), v) if self.qk_norm == "per_head" else (q, k, v)

@@ -230,3 +230,13 @@ class ModelConfig:
     def max_model_len(self) -> int:
         """Longest prompt + output in tokens."""
         return self.max_position_embeddings
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens up to which longrope computes as in training; None: the length makes no difference."""
+        lengths = [
+            layer.rope.original_max_position_embeddings
+            for layer in self.layers
+            if layer.rope is not None and layer.rope.type == "longrope"
+        ]
+        return min(lengths, default=None)

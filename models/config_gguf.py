@@ -50,17 +50,19 @@ class GGUFConfig:
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
 
-    def common(self, *, has_experts: bool = False) -> dict[str, Any]:
-        """The ModelConfig fields that every decoder family reads the same way."""
+    def common(self, *, has_experts: bool = False, head_dim: int | None = None) -> dict[str, Any]:
+        """The ModelConfig fields that every decoder family reads the same way; `head_dim` where it is not stated as
+        usual."""
         if not has_experts and self.get("expert_count", 0):
             raise ValueError(
                 f"{self.file.path}: {self.architecture} with {self.get('expert_count')} experts; "
                 "allowed: dense models of this architecture"
             )
         heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
-        head_dim = self.integer("attention.key_length", hidden // heads)
-        if self.integer("attention.value_length", head_dim) != head_dim:
-            raise ValueError(f"{self.file.path}: attention.value_length differs from key_length ({head_dim})")
+        if head_dim is None:
+            head_dim = self.integer("attention.key_length", hidden // heads)
+            if self.integer("attention.value_length", head_dim) != head_dim:
+                raise ValueError(f"{self.file.path}: attention.value_length differs from key_length ({head_dim})")
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise ValueError(f"{self.file.path}: tensor 'token_embd.weight' is missing")

@@ -95,10 +95,12 @@ class HFConfig:
             raise ValueError(f"{self.path}: layer_types: got {kinds!r}; allowed: {len(default)} of {_FULL}, {_SLIDING}")
         return tuple(kind == _SLIDING for kind in kinds)
 
-    def rope(self, *, is_sliding: bool = False, theta: float = 10000.0) -> RopeConfig:
-        """The rotation of one kind of layer; `theta` where the file names none."""
+    def rope(self, *, is_sliding: bool = False, theta: float = 10000.0, head_dim: int | None = None) -> RopeConfig:
+        """The rotation of one kind of layer; `theta` where the file names none, `head_dim` where it is not that of
+        the file."""
         table = self._rope_table(is_sliding)
         kind = table.get("rope_type", table.get("type")) or "default"
+        kind = {"su": "longrope"}.get(kind, kind)  # its first name
         if kind not in ROPE_TYPES:
             raise ValueError(f"{self.path}: rope type: got {kind!r}; allowed: {', '.join(ROPE_TYPES)}")
         partial = table.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
@@ -118,14 +120,27 @@ class HFConfig:
             raise ValueError(f"{self.path}: rope type llama3 needs factor, low_freq_factor and high_freq_factor")
         if kind == "default":
             numbers = {}
+        if kind == "longrope":
+            numbers |= self._longrope(table, original, context)
         return RopeConfig(
             theta=_number(table.get("rope_theta", self.get("rope_theta", theta)), "rope_theta", self.path),
-            dim=int(self.head_dim() * _number(partial, "partial_rotary_factor", self.path)),
+            dim=int((head_dim or self.head_dim()) * _number(partial, "partial_rotary_factor", self.path)),
             type=kind,
             original_max_position_embeddings=int(original or 0),
             truncate=bool(table.get("truncate", True)),
             **numbers,
         )
+
+    def _longrope(self, table: dict[str, Any], original: Any, context: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for ours, name in (("short_divisors", "short_factor"), ("long_divisors", "long_factor")):
+            values = table.get(name)
+            if not isinstance(values, list):
+                raise ValueError(f"{self.path}: rope {name}: got {values!r}; allowed: a list of numbers")
+            found[ours] = tuple(_number(value, f"rope {name}", self.path) for value in values)
+        if original and context:
+            found["factor"] = context / original
+        return found
 
     def _rope_table(self, is_sliding: bool) -> dict[str, Any]:
         table = self.get("rope_parameters", None)

@@ -56,6 +56,7 @@ class RuntimeOptions:
     matmul          backend name for dense products ("cpu_ffi", "xla"); cpu_ffi takes over at few rows only
     cascade         decode rows that share pages attend to them together, where the backend can
     deterministic   every query token is computed by the same arithmetic whatever else the step holds
+    max_model_len   longest prompt + output that is served; None: what the model can do (only longrope asks)
     """
 
     dtype: str = "float32"
@@ -65,6 +66,7 @@ class RuntimeOptions:
     matmul: str = "xla"
     cascade: bool = True
     deterministic: bool = False
+    max_model_len: int | None = None
 
 
 class Model(Protocol):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-from jaxserve.models.attention import Attention, Rotation
-from jaxserve.models.config import LayerConfig, ModelConfig
+from jaxserve.models.attention import Attention
+from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
 from jaxserve.models.layers import Embedding, FeedForward, Linear, RMSNorm, soft_cap
+from jaxserve.models.mla import MLAAttention
 from jaxserve.models.moe import MoE
 from jaxserve.models.parameters import Parameters
-from jaxserve.models.rope import rotation
-from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
+from jaxserve.models.rope import Rotation, rotation
+from jaxserve.pallas_kernels.pages import LayerSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 
@@ -27,7 +28,8 @@ class DecoderLayer(nnx.Module):
             return RMSNorm(params, f"{prefix}.{slot}", config.hidden_size, eps=config.rms_norm_eps)
 
         self.attention_norm = norm("attention_norm", config.has_pre_norms)
-        self.attention = Attention(params, prefix, config, layer, options)
+        kind = Attention if config.mla is None else MLAAttention
+        self.attention = kind(params, prefix, config, layer, options)
         self.attention_post_norm = norm("attention_post_norm", config.has_post_norms)
         self.mlp_norm = norm("mlp_norm", config.has_pre_norms)
         self.mlp: FeedForward | MoE = (
@@ -84,7 +86,7 @@ class Decoder(nnx.Module):
         )
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def attention_specs(self) -> tuple[LayerSpec, ...]:
         """One per layer."""
         return tuple(layer.attention.spec for layer in self.layers)
 
@@ -93,7 +95,7 @@ class Decoder(nnx.Module):
         with self._precision():
             x = self.embedding(inputs.token_ids)
             ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
-            rotations = {rope: rotation(rope, inputs.batch.positions) for rope in ropes}
+            rotations = {rope: rotation(rope, inputs.batch.positions, is_long=self._is_long(rope)) for rope in ropes}
             updated = []
             for layer, described, layer_pages in zip(self.layers, self.config.layers, pages.layers, strict=True):
                 turn = None if described.rope is None else rotations[described.rope]
@@ -111,6 +113,10 @@ class Decoder(nnx.Module):
     def compute_embeddings(self, hidden: jax.Array) -> jax.Array:
         """hidden [S, hidden] -> [S, hidden] float32 behind the final norm."""
         return self.final_norm(hidden)
+
+    def _is_long(self, rope: RopeConfig) -> bool:
+        served = self.options.max_model_len or self.config.max_position_embeddings
+        return rope.type == "longrope" and served > rope.original_max_position_embeddings
 
     def _precision(self) -> jax.default_matmul_precision:
         # Accelerators multiply float32 in fewer bits unless told otherwise.

@@ -151,9 +151,8 @@ class MoE(nnx.Module):
         self.gate_up_bias = nnx.Param(params.stack_bias(gate_up, (size, size), count)) if has_bias else None
         self.down = nnx.Param(params.stack(down, (hidden,), size, count))
         self.down_bias = nnx.Param(params.stack_bias(down, (hidden,), count)) if has_bias else None
-        self.shared = None
-        if moe.shared_size:
-            self.shared = FeedForward(
+        self.shared = (
+            FeedForward(
                 params,
                 f"{prefix}.shared",
                 hidden,
@@ -162,6 +161,9 @@ class MoE(nnx.Module):
                 has_bias=False,
                 options=options,
             )
+            if moe.shared_size
+            else None
+        )
         self.shared_gate = (
             Linear(params, (f"{prefix}.shared_gate",), (1,), hidden, options=options) if moe.has_shared_gate else None
         )

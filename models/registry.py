@@ -16,6 +16,8 @@ HF_ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe",
     "Qwen3MoeForCausalLM": "qwen_moe",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
 }
 GGUF_ARCHITECTURES = {
     "llama": "llama",
@@ -25,6 +27,7 @@ GGUF_ARCHITECTURES = {
     "gemma3": "gemma",
     "qwen2moe": "qwen_moe",
     "qwen3moe": "qwen_moe",
+    "deepseek2": "deepseek",
 }
 
 

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxserve.models.config import RopeConfig
 
+# cos and sin of each token's position, [T, dim / 2] each
+Rotation = tuple[jax.Array, jax.Array]
 
-def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
-    """[dim / 2] float32, rounded as the reference implementations do (float32 throughout)."""
+
+def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> np.ndarray:
+    """[dim / 2] float32, rounded as the reference implementations do (float32 throughout).
+
+    is_long: which divisors of longrope (Ding et al., 2024, arXiv:2402.13753) apply, those of requests beyond the
+    trained context or those of requests within.
+    """
     exponent = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    frequency = (np.float32(1.0) / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
+    power = np.power(np.float32(rope.theta), exponent)
+    if rope.type == "longrope":
+        power = np.asarray(rope.long_divisors if is_long else rope.short_divisors, np.float32) * power
+    frequency = (np.float32(1.0) / power).astype(np.float32)
     if rope.freq_divisors:
         frequency = frequency / np.asarray(rope.freq_divisors, np.float32)
     if rope.type == "linear":
@@ -26,9 +36,12 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
 
 
 def cos_sin_scale(rope: RopeConfig) -> float:
-    """Factor on cos and sin: 1 but for yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4)."""
+    """Factor on cos and sin: 1 but for yarn (Peng et al., 2023, arXiv:2309.00071, section 3.4) and longrope."""
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.type == "longrope":
+        trained = rope.original_max_position_embeddings
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(trained))
     if rope.type != "yarn":
         return 1.0
     if rope.mscale and rope.mscale_all_dim:
@@ -41,19 +54,25 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """positions [T] -> cos, sin [T, dim / 2] float32."""
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope))[None, :]
+def rotation(rope: RopeConfig, positions: jax.Array, *, is_long: bool = False) -> Rotation:
+    """positions [T] -> cos, sin [T, dim / 2] float32. is_long as in `inverse_frequencies`."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope, is_long=is_long))[None, :]
     scale = cos_sin_scale(rope)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, heads, head_dim]: its first 2 * cos.shape[1] dimensions rotated, first half against second half."""
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interleaved: bool = False) -> jax.Array:
+    """x [T, heads, head_dim]: its first 2 * cos.shape[1] dimensions rotated, first half against second half.
+
+    is_interleaved: even against odd dimensions instead; they come out as halves, in queries and keys alike.
+    """
     half = cos.shape[1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    if is_interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        first, second = x[..., :half], x[..., half : 2 * half]
     parts = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])

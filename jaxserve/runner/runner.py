@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
-from jaxserve.pallas_kernels.paged_attention.api import page_array_shape, page_bytes, writes_in_place
+from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place
 from jaxserve.runner import memory
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
@@ -61,7 +61,7 @@ class ModelRunner:
 
         source = resolve_model(config.model)
         model_config = load_config(source)
-        options = resolve_options(config, jax.devices()[0].platform)
+        options = resolve_options(config, jax.devices()[0].platform, model_config)
         model = load_model(source, model_config, options, progress=progress)
         self.source = source
         self.tokenizer = load_tokenizer(source.path)
@@ -97,7 +97,8 @@ class ModelRunner:
         self._guard = CompileGuard()
         enable_compile_cache(config.compile_cache_dir)
         device = jax.devices()[0]
-        max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_position_embeddings)
+        requested = config.max_model_len or options.max_model_len
+        max_model_len = resolve_max_model_len(requested, model.config.max_position_embeddings)
         shapes = _resolve_shapes(config, model, options, max_model_len, device)
         max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
         split = split_model(model)
@@ -161,7 +162,7 @@ class ModelRunner:
         del self._steps
 
 
-def resolve_options(config: EngineConfig, platform: str) -> RuntimeOptions:
+def resolve_options(config: EngineConfig, platform: str, model_config: ModelConfig | None = None) -> RuntimeOptions:
     """How a model is computed on `platform` ("cpu", "gpu", ...) under this configuration."""
     attention = resolve_attention_backend(config.attention_backend, platform)
     # The kernels for few rows sum in another order than XLA's products.
@@ -169,7 +170,8 @@ def resolve_options(config: EngineConfig, platform: str) -> RuntimeOptions:
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     page_dtype = config.page_dtype
     if page_dtype == "auto":
-        in_place = platform != "cpu" or attention == "cpu_ffi"
+        is_latent = model_config is not None and model_config.mla is not None
+        in_place = platform != "cpu" or (attention == "cpu_ffi" and not is_latent)
         page_dtype = "bfloat16" if dtype == "bfloat16" and in_place else "float32"
     return RuntimeOptions(
         dtype=dtype,
@@ -179,7 +181,15 @@ def resolve_options(config: EngineConfig, platform: str) -> RuntimeOptions:
         matmul=matmul,
         cascade=config.cascade,
         deterministic=config.deterministic,
+        max_model_len=None if model_config is None else _served_length(config.max_model_len, model_config),
     )
+
+
+def _served_length(requested: int | None, model: ModelConfig) -> int:
+    if requested is None and model.trained_length is not None:
+        # Beyond it other frequencies apply, to short requests too: only where someone asks for it.
+        requested = min(model.trained_length, model.max_position_embeddings)
+    return resolve_max_model_len(requested, model.max_position_embeddings)
 
 
 def resolve_max_model_len(requested: int | None, of_model: int) -> int:

@@ -48,6 +48,15 @@ def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Arr
     return linear_xla(x, dequantize(w).astype(jnp.bfloat16))
 
 
+def linear_per_head(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, H, K] float32 times w [H, N, K], head by head -> [T, H, N] float32; types as in `linear`."""
+    num_tokens = x.shape[0]
+    if num_tokens < _MIN_XLA_ROWS:
+        x = jnp.pad(x, ((0, _MIN_XLA_ROWS - num_tokens), (0, 0), (0, 0)))
+    out = lax.dot_general(x.astype(w.dtype), w, (((2,), (2,)), ((1,), (0,))), preferred_element_type=jnp.float32)
+    return out.swapaxes(0, 1)[:num_tokens]
+
+
 def linear_xla(x: jax.Array, w: jax.Array) -> jax.Array:
     """`linear` by XLA's dot_general, on at least _MIN_XLA_ROWS rows."""
     num_tokens = x.shape[0]

@@ -70,6 +70,11 @@ def page_array_shape_of(layout: str, spec: AttentionSpec, num_pages: int, page_s
 
 def page_bytes(spec: AttentionSpec, page_size: int, page_dtype: str) -> int:
     """Bytes of one page (K and V) of one layer. Raises ValueError for an unknown `page_dtype`."""
+    return 2 * spec.num_kv_heads * page_size * spec.head_dim * element_bytes(page_dtype)
+
+
+def element_bytes(page_dtype: str) -> int:
+    """Bytes of one stored value. Raises ValueError for an unknown `page_dtype`."""
     if page_dtype not in _DTYPE_BYTES:
         raise ValueError(f"page_dtype: got {page_dtype!r}; allowed: {', '.join(PAGE_DTYPES)}")
-    return 2 * spec.num_kv_heads * page_size * spec.head_dim * _DTYPE_BYTES[page_dtype]
+    return _DTYPE_BYTES[page_dtype]

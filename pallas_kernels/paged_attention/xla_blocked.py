@@ -9,6 +9,7 @@ depend on the kind or the size of the step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,7 @@ TILE_TOKENS = 32  # query tokens of one row per tile
 DETERMINISTIC_GROUP = 8  # query tokens computed at once when deterministic
 _MASKED = -1e30  # finite, so that a block with nothing visible gives weights of zero and not NaN
 
-# (running maximum [..., G], running sum [..., G], accumulated values [..., G, D])
+# (running maximum [..., G], running sum [..., G], accumulated values [..., G, E])
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -43,30 +44,55 @@ def paged_attention_xla(
     num_tokens = q.shape[0]
     grouped = q.reshape(num_tokens, spec.num_kv_heads, spec.group_size, spec.head_dim) * spec.scale
     sink = None if sinks is None else sinks.reshape(spec.num_kv_heads, spec.group_size)
-    if deterministic:
-        out = _all_tokens_in_groups(grouped, pages, batch, spec, sink)
-    else:
-        out = _decode_rows(grouped, pages, batch, spec, sink)
-        if num_tokens > 1:
-            out = _chunk_tiles(out, grouped, pages, batch, spec, sink)
+    view = BlockView(spec.head_dim, lambda block: (block[..., 0, :, :], block[..., 1, :, :]))
+    out = attend(grouped, pages, batch, spec, view, deterministic=deterministic, sink=sink)
     return out.reshape(q.shape), pages
 
 
-def _decode_rows(
-    q: jax.Array, pages: jax.Array, batch: RaggedBatch, spec: AttentionSpec, sink: jax.Array | None
+@dataclasses.dataclass(frozen=True)
+class BlockView:
+    """What pages [num_pages, page_size, ...] hold.
+
+    value_dim   E, of a value
+    split       block [..., tokens, *one token's shape] -> keys [..., tokens, KV, D], values [..., tokens, KV, E]
+    """
+
+    value_dim: int
+    split: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def attend(
+    q: jax.Array,  # [T, KV, G, D], scaled
+    pages: jax.Array,  # [num_pages, page_size, ...], this step's tokens written
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    view: BlockView,
+    *,
+    deterministic: bool,
+    sink: jax.Array | None = None,  # [KV, G]
 ) -> jax.Array:
-    """Rows with exactly one token, all at once; zeros everywhere else. Returns [T, KV, G, D]."""
+    """Attention of every token to its row's pages. Returns [T, KV, G, E]; tokens past the last row give zeros."""
+    if deterministic:
+        return _all_tokens_in_groups(q, pages, batch, spec, view, sink)
+    out = _decode_rows(q, pages, batch, spec, view, sink)
+    return _chunk_tiles(out, q, pages, batch, spec, view, sink) if q.shape[0] > 1 else out
+
+
+def _decode_rows(
+    q: jax.Array, pages: jax.Array, batch: RaggedBatch, spec: AttentionSpec, view: BlockView, sink: jax.Array | None
+) -> jax.Array:
+    """Rows with exactly one token, all at once; zeros everywhere else. Returns [T, KV, G, E]."""
     first = batch.query_start[:-1]
     is_decode = batch.query_start[1:] - first == 1
     token = jnp.where(is_decode, first, 0)
-    out = _attend_each(q[token], batch.page_table, batch.positions[token], is_decode, pages, spec, sink)
-    return jnp.zeros_like(q).at[jnp.where(is_decode, first, q.shape[0])].set(out, mode="drop")
+    out = _attend_each(q[token], batch.page_table, batch.positions[token], is_decode, pages, spec, view, sink)
+    return _zeros(q, view).at[jnp.where(is_decode, first, q.shape[0])].set(out, mode="drop")
 
 
 def _all_tokens_in_groups(
-    q: jax.Array, pages: jax.Array, batch: RaggedBatch, spec: AttentionSpec, sink: jax.Array | None
+    q: jax.Array, pages: jax.Array, batch: RaggedBatch, spec: AttentionSpec, view: BlockView, sink: jax.Array | None
 ) -> jax.Array:
-    """Every token by the same program on DETERMINISTIC_GROUP tokens. Returns [T, KV, G, D]."""
+    """Every token by the same program on DETERMINISTIC_GROUP tokens. Returns [T, KV, G, E]."""
     num_tokens, num_rows = q.shape[0], batch.page_table.shape[0]
     total = batch.query_start[-1]
 
@@ -76,12 +102,12 @@ def _all_tokens_in_groups(
         is_used = token < total
         at = jnp.minimum(token, num_tokens - 1)
         tables = batch.page_table[jnp.minimum(batch.row_of_token[at], num_rows - 1)]
-        part = _attend_each(q[at], tables, batch.positions[at], is_used, pages, spec, sink)
+        part = _attend_each(q[at], tables, batch.positions[at], is_used, pages, spec, view, sink)
         out = out.at[jnp.where(is_used, token, num_tokens)].set(part, mode="drop")
         return start + DETERMINISTIC_GROUP, out
 
     start = jnp.zeros((), jnp.int32)
-    return lax.while_loop(lambda state: state[0] < total, body, (start, jnp.zeros_like(q)))[1]
+    return lax.while_loop(lambda state: state[0] < total, body, (start, _zeros(q, view)))[1]
 
 
 def _attend_each(
@@ -91,9 +117,10 @@ def _attend_each(
     is_used: jax.Array,  # [N] bool
     pages: jax.Array,
     spec: AttentionSpec,
+    view: BlockView,
     sink: jax.Array | None,
 ) -> jax.Array:
-    """N query tokens, each over its own page list. Returns [N, KV, G, D]; unused ones are zero."""
+    """N query tokens, each over its own page list. Returns [N, KV, G, E]; unused ones are zero."""
     page_size = pages.shape[1]
     block_pages = _block_pages(page_size)
     last = jnp.where(is_used, positions, -1)
@@ -101,20 +128,20 @@ def _attend_each(
 
     def body(i: jax.Array, state: _Softmax) -> _Softmax:
         table = lax.dynamic_slice_in_dim(tables, i * block_pages, block_pages, axis=1)
-        block = pages[table]  # [N, block_pages, page_size, 2, KV, D]
+        block = pages[table]  # [N, block_pages, page_size, ...]
         block = block.reshape(q.shape[0], block_pages * page_size, *block.shape[3:]).astype(jnp.float32)
         position = i * block_pages * page_size + jnp.arange(block.shape[1])
         visible = (position <= last[:, None]) & (position >= first[:, None])  # [N, n]
-        block = jnp.where(visible[:, :, None, None, None], block, 0.0)
-        scores = jnp.einsum("tkgd,tnkd->tkgn", q, block[:, :, 0], precision="highest")
+        keys, values = view.split(jnp.where(visible.reshape(*visible.shape, *(1,) * (block.ndim - 2)), block, 0.0))
+        scores = jnp.einsum("tkgd,tnkd->tkgn", q, keys, precision="highest")
         scores = _cap_and_mask(scores, visible[:, None, None, :], spec)
-        return _online(state, scores, lambda w: jnp.einsum("tkgn,tnkd->tkgd", w, block[:, :, 1], precision="highest"))
+        return _online(state, scores, lambda w: jnp.einsum("tkgn,tnkd->tkgd", w, values, precision="highest"))
 
     tables = _pad_to_blocks(tables, block_pages)
     block_tokens = block_pages * page_size
     lowest = jnp.min(jnp.where(is_used, first, jnp.iinfo(jnp.int32).max)) // block_tokens
     stop = jnp.max(last) // block_tokens + 1
-    return _finish(lax.fori_loop(jnp.minimum(lowest, stop), stop, body, _empty(q)), sink)
+    return _finish(lax.fori_loop(jnp.minimum(lowest, stop), stop, body, _empty(q, view)), sink)
 
 
 def _chunk_tiles(
@@ -123,9 +150,10 @@ def _chunk_tiles(
     pages: jax.Array,
     batch: RaggedBatch,
     spec: AttentionSpec,
+    view: BlockView,
     sink: jax.Array | None,
 ) -> jax.Array:
-    """Fill in rows with more than one token, tile by tile. `out` and `q` are [T, KV, G, D]."""
+    """Fill in rows with more than one token, tile by tile. `out` is [T, KV, G, E], `q` [T, KV, G, D]."""
     num_tokens, num_rows = q.shape[0], batch.page_table.shape[0]
     tile = min(TILE_TOKENS, num_tokens)
     counts = batch.query_start[1:] - batch.query_start[:-1]
@@ -138,7 +166,7 @@ def _chunk_tiles(
         token = batch.query_start[row] + index * tile + jnp.arange(tile)
         is_used = token < batch.query_start[row + 1]
         at = jnp.minimum(token, num_tokens - 1)
-        part = _attend_tile(q[at], batch.page_table[row], batch.positions[at], is_used, pages, spec, sink)
+        part = _attend_tile(q[at], batch.page_table[row], batch.positions[at], is_used, pages, spec, view, sink)
         return out.at[jnp.where(is_used, token, num_tokens)].set(part, mode="drop")
 
     return lax.fori_loop(0, tile_end[-1], body, out)
@@ -151,9 +179,10 @@ def _attend_tile(
     is_used: jax.Array,  # [N] bool
     pages: jax.Array,
     spec: AttentionSpec,
+    view: BlockView,
     sink: jax.Array | None,
 ) -> jax.Array:
-    """N query tokens of one row over its pages. Returns [N, KV, G, D]."""
+    """N query tokens of one row over its pages. Returns [N, KV, G, E]."""
     page_size = pages.shape[1]
     block_pages = _block_pages(page_size)
     last = jnp.where(is_used, positions, -1)
@@ -163,21 +192,21 @@ def _attend_tile(
 
     def body(i: jax.Array, state: _Softmax) -> _Softmax:
         ids = lax.dynamic_slice_in_dim(table, i * block_pages, block_pages)
-        block = pages[ids]  # [block_pages, page_size, 2, KV, D]
+        block = pages[ids]  # [block_pages, page_size, ...]
         block = block.reshape(block_pages * page_size, *block.shape[2:]).astype(jnp.float32)
         position = i * block_pages * page_size + jnp.arange(block.shape[0])
         written = (position <= row_last) & (position >= row_first)
-        block = jnp.where(written[:, None, None, None], block, 0.0)
+        keys, values = view.split(jnp.where(written.reshape(-1, *(1,) * (block.ndim - 1)), block, 0.0))
         visible = (position <= last[:, None]) & (position >= first[:, None])  # [N, n]
-        scores = jnp.einsum("tkgd,nkd->tkgn", q, block[:, 0], precision="highest")
+        scores = jnp.einsum("tkgd,nkd->tkgn", q, keys, precision="highest")
         scores = _cap_and_mask(scores, visible[:, None, None, :], spec)
-        return _online(state, scores, lambda w: jnp.einsum("tkgn,nkd->tkgd", w, block[:, 1], precision="highest"))
+        return _online(state, scores, lambda w: jnp.einsum("tkgn,nkd->tkgd", w, values, precision="highest"))
 
     table = _pad_to_blocks(table, block_pages)
     block_tokens = block_pages * page_size
     stop = row_last // block_tokens + 1
     start = jnp.minimum(row_first // block_tokens, stop)
-    return _finish(lax.fori_loop(start, stop, body, _empty(q)), sink)
+    return _finish(lax.fori_loop(start, stop, body, _empty(q, view)), sink)
 
 
 def _block_pages(page_size: int) -> int:
@@ -204,8 +233,12 @@ def _cap_and_mask(scores: jax.Array, visible: jax.Array, spec: AttentionSpec) ->
     return jnp.where(visible, scores, _MASKED)
 
 
-def _empty(q: jax.Array) -> _Softmax:
-    return jnp.full(q.shape[:-1], _MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros_like(q)
+def _zeros(q: jax.Array, view: BlockView) -> jax.Array:
+    return jnp.zeros((*q.shape[:-1], view.value_dim), q.dtype)
+
+
+def _empty(q: jax.Array, view: BlockView) -> _Softmax:
+    return jnp.full(q.shape[:-1], _MASKED), jnp.zeros(q.shape[:-1]), _zeros(q, view)
 
 
 def _online(state: _Softmax, scores: jax.Array, times_values: Callable[[jax.Array], jax.Array]) -> _Softmax:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxserve.models.contract import KVPages, StepInputs
 from jaxserve.models.decoder import Decoder
-from jaxserve.pallas_kernels.paged_attention.api import page_array_shape
+from jaxserve.pallas_kernels.pages import page_array_shape
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 
