@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine, EngineCrash
 from jaxserve.messages import (
     FINISH_ERROR,
@@ -35,7 +36,7 @@ class EngineLoop:
     Without work it waits in poll() and uses no processor time, but for a heartbeat every half second.
     """
 
-    def __init__(self, engine: Engine, socket: zmq.Socket) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, socket: zmq.Socket) -> None:
         self._engine = engine
         self._socket = socket
         self._drain_s: float | None = None

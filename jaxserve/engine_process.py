@@ -28,10 +28,14 @@ from types import FrameType
 import zmq
 
 from jaxserve.config import EngineConfig
+from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine
 from jaxserve.engine_link import check_address, open_socket, parse_config
 from jaxserve.engine_loop import EngineLoop
+from jaxserve.hub import ModelSource, resolve_model
 from jaxserve.messages import EngineFailed, ModelInfo, encode
+from jaxserve.models.loading import is_encoder
+from jaxserve.runner.encoder import EncoderRunner
 from jaxserve.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -43,9 +47,12 @@ _PARENT_POLL_S = 0.5
 Progress = Callable[[str, int, int], None]
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine | EncoderEngine:
     """Load, compile and warm up. For a bad checkpoint: what the loader raises, naming the tensor."""
-    runner = ModelRunner(config, progress)
+    source = resolve_model(config.model)
+    if is_encoder(source):
+        return _build_encoder_engine(config, source, progress)
+    runner = ModelRunner(config, progress, source=source)
     tokenizer = runner.tokenizer
     geometry = runner.geometry
     model = ModelInfo(
@@ -65,6 +72,27 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     engine = Engine(runner, tokenizer, config, model=model)
     engine.prepare_grammars()
     return engine
+
+
+def _build_encoder_engine(config: EngineConfig, source: ModelSource, progress: Progress | None) -> EncoderEngine:
+    runner = EncoderRunner(config, source, progress)
+    assert runner.tokenizer is not None
+    described = runner.model_config
+    model = ModelInfo(
+        name=source.name,
+        tokenizer_path=str(source.path),
+        vocab_size=described.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=[],
+        max_num_rows=runner.max_batch,
+        dtype=runner.dtype,
+        num_pages=0,
+        page_size=1,
+        task=described.task,
+        pooling=described.pooling,
+        embedding_size=described.hidden_size,
+    )
+    return EncoderEngine(runner, runner.tokenizer, config, model=model)
 
 
 def watch_parent(parent: int) -> None:
@@ -127,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _serve(engine, socket, options.drain)
 
 
-def _serve(engine: Engine, socket: zmq.Socket, drain_s: float) -> int:
+def _serve(engine: Engine | EncoderEngine, socket: zmq.Socket, drain_s: float) -> int:
     loop = EngineLoop(engine, socket)
     num_signals = 0
 

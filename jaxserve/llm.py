@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine, EngineCrash
 from jaxserve.engine_process import build_engine
 from jaxserve.engine_thread import EngineThread
@@ -77,7 +78,7 @@ class LLM:
     @classmethod
     def from_engine(
         cls,
-        engine: Engine,
+        engine: Engine | EncoderEngine,
         *,
         default_params: SamplingParams = DEFAULT_PARAMS,
         progress: bool = False,
@@ -87,7 +88,7 @@ class LLM:
         llm._start(engine, default_params, progress)
         return llm
 
-    def _start(self, engine: Engine, default_params: SamplingParams, progress: bool) -> None:
+    def _start(self, engine: Engine | EncoderEngine, default_params: SamplingParams, progress: bool) -> None:
         self.config = engine.config
         self.model = engine.model
         self.tokenizer = cast(Tokenizer, engine.tokenizer)  # an Engine asks less of it than LLM
@@ -315,6 +316,8 @@ class LLM:
             stats = self.stats()
         except EngineCrash as crash:
             return f"{what}; {crash})"
+        if not model.num_pages:
+            return f"{what}, embeddings of {model.embedding_size} values; {stats.num_waiting} waiting)"
         cached = stats.num_pages_cached * model.page_size
         return (
             f"{what}, cache of {stats.num_pages} pages of {model.page_size} tokens ({cached} tokens kept); "

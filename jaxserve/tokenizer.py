@@ -225,19 +225,30 @@ def _from_folder(folder: Path) -> Tokenizer:
     except Exception as error:  # the tokenizers package raises plain Exception
         raise ValueError(f"{path}: not a valid tokenizer ({error})") from None
     settings, config = read_json(folder / "tokenizer_config.json"), read_json(folder / "config.json")
-    whole = backend.encode("", add_special_tokens=True).ids
+    # Files of encoders cut and pad texts to one length, which hides what stands behind a text.
+    backend.no_truncation()
+    backend.no_padding()
     bos = _token_id(backend, settings.get("bos_token"))
-    prefix = whole[:1] if whole and whole[0] == bos else []
+    prefix, suffix = _around_text(backend)
     return Tokenizer(
         backend,
         vocab_size=max(config.get("vocab_size", 0), backend.get_vocab_size(with_added_tokens=True)),
         eos_token_ids=hf_end_token_ids(folder),
         bos_token_id=bos,
         prefix_ids=prefix,
-        suffix_ids=whole[len(prefix) :],
+        suffix_ids=suffix,
         templates=_templates(folder, settings),
         strip_leading_space=_strips_leading_space(backend),
     )
+
+
+def _around_text(backend: Backend) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and behind a text."""
+    bare, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(params, "final_norm", config.hidden_size, eps=config.rms_norm_eps)
         self.head = (
             None
-            if config.tie_word_embeddings
+            if config.tie_word_embeddings or config.task == "embed"
             else Linear(params, ("head",), (config.vocab_size,), config.hidden_size, options=options)
         )
 

