@@ -26,6 +26,7 @@ ENGINE_HELP = {
     "memory_fraction": "Share of free memory for the cache, above 0 up to 0.95.",
     "policy": f"Order of the waiting queue: {', '.join(POLICIES)}.",
     "prefix_cache": "Share cached prefixes between requests.",
+    "jump_forward": "Compute tokens that a grammar forces in one chunk instead of one by one.",
     "overlap": "Start a step before the last one's tokens are read.",
     "cascade": "Decoding requests that share cached pages read them together.",
     "deterministic": "Bitwise the same tokens and log-probabilities whatever else runs.",

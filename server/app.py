@@ -61,6 +61,7 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
             client.state = EngineState.STOPPING
             app.state.server.supervisor.stop()
             await supervision
+            await app.state.server.grammars.close()
 
     app = FastAPI(
         title="jaxserve",

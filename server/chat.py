@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from jaxserve.server import schemas
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Job, Server, answer, make_job
+from jaxserve.server.generation import Job, Server, answer, checked_grammar, make_job
 from jaxserve.server.options import chat_logprobs, chat_max_tokens, sampling_options
 from jaxserve.server.prompts import Prompt
 from jaxserve.server.protocol import ChatCompletionRequest
@@ -40,6 +40,7 @@ async def chat_job(
     loaded = server.model(request.model)
     options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
     chat_logprobs(request, options)
+    options["grammar"] = await checked_grammar(server, loaded, request)
     max_tokens, limit_name = chat_max_tokens(request)
     token_ids = await loaded.encode_chat(
         request.messages,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from jaxserve.server import schemas
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Job, Server, answer, make_job
+from jaxserve.server.generation import Job, Server, answer, checked_grammar, make_job
 from jaxserve.server.options import DEFAULT_COMPLETION_TOKENS, completion_logprobs, sampling_options
 from jaxserve.server.prompts import TextOptions
 from jaxserve.server.protocol import CompletionRequest
@@ -26,6 +26,7 @@ async def complete(server: Server, http: Request, request: CompletionRequest) ->
     loaded = server.model(request.model)
     options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
     completion_logprobs(request, options)
+    options["grammar"] = await checked_grammar(server, loaded, request)
     text_options = TextOptions(
         add_special_tokens=request.add_special_tokens is not False,
         allow_special_tokens=request.allow_special_tokens is not False,

@@ -10,17 +10,20 @@ from typing import Any
 import msgspec
 from jaxserve.server.engine_client import ClientLeft, EngineClient
 from jaxserve.server.errors import ApiError, shown
+from jaxserve.server.grammar_check import GrammarChecker
 from jaxserve.server.options import make_params
 from jaxserve.server.prompts import LoadedModel, Prompt
 from jaxserve.server.protocol import MAX_CLIENT_ID, GenerationRequest
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import ChunkWriter, EventStream, Watch, first_error, gather
+from jaxserve.server.structured_fields import StructuredFields, asked_grammar, refused
 from jaxserve.server.supervisor import Supervisor
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.messages import AddRequest
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.grammar import Grammar
 
 TENANT = "jaxserve.tenant"  # in the ASGI scope: which API key was sent
 NO_CLIENT = 499  # nobody reads this status
@@ -35,6 +38,7 @@ class Server:
     supervisor: Supervisor[LoadedModel]
     model_name: str
     started: int
+    grammars: GrammarChecker = dataclasses.field(default_factory=GrammarChecker)
 
     def model(self, name: str | None) -> LoadedModel:
         """The ready model. Raises ApiError 404 for another model's name, 503 until it is ready."""
@@ -72,6 +76,21 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+async def checked_grammar(server: Server, loaded: LoadedModel, fields: StructuredFields) -> Grammar | None:
+    """The grammar that a request asks for, known to compile. Raises ApiError 400."""
+    grammar = asked_grammar(fields, special_tokens=loaded.control_terms)
+    if grammar is not None:
+        await check_grammar(server, grammar)
+    return grammar
+
+
+async def check_grammar(server: Server, grammar: Grammar) -> None:
+    """Raise ApiError 400, naming the field it came from, unless it compiles."""
+    error = await server.grammars.error(grammar)
+    if error:
+        raise refused(grammar.parameter, error)
 
 
 def make_job(

@@ -14,6 +14,7 @@ from jaxserve.server.protocol import Message, ToolCall
 from jaxserve.server.tokens import Tokenizer, TokenTable
 
 from jaxserve.messages import ModelInfo
+from jaxserve.structured.structural_tag import token_terms
 
 _INLINE_CHARACTERS = 1000  # shorter texts cost less on the event loop than a thread's hand-over
 _NUM_THREADS = 2
@@ -42,6 +43,7 @@ class LoadedModel:
         self.info = info
         self.tokenizer = tokenizer
         self.tokens = TokenTable(tokenizer)
+        self.control_terms = token_terms({self.tokens.text_of(i): i for i in self.tokens.special_ids})
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
     async def encode_prompts(self, prompt: str | list[Any], options: TextOptions, *, max_prompts: int) -> list[Prompt]:

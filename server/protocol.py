@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
+from jaxserve.server.structured_fields import StructuredFields
 from msgspec import Meta
 
 from jaxserve.sampling_params import MAX_N, MAX_TOP_LOGPROBS
@@ -42,11 +43,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["text"]
-
-
-class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(StructuredFields, kw_only=True):
     """What both kinds of completion have in common. Ranges are those of SamplingParams.
 
     user, safety_identifier, metadata, prompt_cache_key, service_tier and parallel_tool_calls describe the caller or
@@ -88,7 +85,6 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
-    response_format: TextFormat | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -193,7 +189,6 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     skip_special_tokens: bool | None = None
 
 
-_NO_GRAMMAR = "structured output is not supported by this server"
 _NO_TOOLS = "tool calling is not supported by this server"
 _NO_MEDIA = "only text is supported by this server"
 _NO_BEAMS = "beam search is not supported by this server"
@@ -205,13 +200,6 @@ HINTS = {
     "tool_choice": f"{_NO_TOOLS}; allowed: 'none' and, without tools, 'auto'",
     "functions": _NO_TOOLS,
     "function_call": _NO_TOOLS,
-    "response_format": f"{_NO_GRAMMAR}; allowed: {{'type': 'text'}}",
-    "structured_outputs": _NO_GRAMMAR,
-    "guided_json": _NO_GRAMMAR,
-    "guided_regex": _NO_GRAMMAR,
-    "guided_choice": _NO_GRAMMAR,
-    "guided_grammar": _NO_GRAMMAR,
-    "guided_decoding_backend": _NO_GRAMMAR,
     "suffix": "filling in between a prompt and a suffix is not supported by this server",
     "audio": _NO_MEDIA,
     "modalities": f"{_NO_MEDIA}; allowed: ['text']",

@@ -89,6 +89,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     def ebnf(cls, grammar: str, *, parameter: str = "grammar") -> Grammar:
         """A grammar in llama.cpp's GBNF (rules `name ::= ...`, start rule `root`), or in Lark (rules `name: ...`)."""
         _bounded(grammar)
+        if not grammar.strip():
+            raise GrammarError("got an empty grammar; allowed: one with a rule 'root' (GBNF) or 'start' (Lark)")
         try:
             text = llguidance.grammar_from("gbnf", grammar)
         except (ValueError, RecursionError) as error:

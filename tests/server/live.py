@@ -54,6 +54,9 @@ class Live:
         fields.setdefault("messages", [{"role": "user", "content": "Say hello"}])
         return ok(self.post("/v1/chat/completions", fields))
 
+    def chat_response(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Say hello"}], **fields})
+
     def stream(self, path: str, **fields: Any) -> Events:
         with self.http.stream("POST", path, json={**fields, "stream": True}) as response:
             if response.status_code != 200:

@@ -138,8 +138,6 @@ def test_values_of_completions(live: Live, fields: dict, param: str) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"), ({"modalities": ["audio"]}, "modalities"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"reasoning_effort": "high"}, "reasoning_effort"), ({"functions": [{}]}, "functions"),
@@ -155,8 +153,6 @@ def test_values_of_chats(live: Live, fields: dict, param: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "guided_regex",
-        "structured_outputs",
         "bad_words",
         "use_beam_search",
         "logits_processors",
