@@ -24,6 +24,7 @@ from jaxserve.server.errors import unavailable
 from jaxserve.server.generation import Server
 from jaxserve.server.openapi import install
 from jaxserve.server.prompts import LoadedModel
+from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.routes import add_routes
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.supervisor import Supervisor
@@ -59,6 +60,7 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
             yield
         finally:
             client.state = EngineState.STOPPING
+            server.responses.close()
             app.state.server.supervisor.stop()
             await supervision
             await app.state.server.grammars.close()
@@ -74,13 +76,22 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
     )
     # Supervisor makes events of asyncio: those need no running loop.
     supervisor = Supervisor(config, settings, client, load)
-    server = Server(settings=settings, client=client, supervisor=supervisor, model_name=name, started=int(time.time()))
+    server = Server(
+        settings=settings,
+        client=client,
+        supervisor=supervisor,
+        model_name=name,
+        started=int(time.time()),
+        config=config,
+        responses=ResponseStore(
+            max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_response_bytes
+        ),
+    )
     app.state.server = server
     app.state.on_engine_end = lambda: None
     add_routes(app, server)
     install(app, has_keys=bool(settings.api_keys))
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(ApiKeys, keys=settings.api_keys, admin_key=settings.admin_api_key)
     return app
 
 

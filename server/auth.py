@@ -1,4 +1,4 @@
-"""Every path needs an API key, if the server has any, except those that give nothing away."""
+"""Who may do what: API keys on every path but those that give nothing away, the admin key on control routes."""
 
 from __future__ import annotations
 
@@ -6,53 +6,99 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import TENANT
+from jaxserve.server.errors import ApiError, error_body
+from jaxserve.server.generation import ADMIN, TENANT
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 # Liveness, readiness and the static page. Anything else, also a path that does not exist, asks for a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/web/chat.css", "/web/chat.js", "/web/icon.svg"})
+# What concerns all clients.
+ADMIN_PATHS = frozenset({"/flush_cache", "/server_info", "/get_server_info"})
 
 
 class ApiKeys:
-    """ASGI middleware. Sets the tenant (a digest of the key) in the scope, so that caches can be kept apart."""
+    """ASGI middleware. Sets the tenant (a digest of the key) in the scope, so that caches can be kept apart.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    keys        of clients; none: every client may use the API
+    admin_key   opens control routes, and everything that the others open. Without it they are closed if there are
+                keys, and open if there are none
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_key: str | None) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [_digest(key) for key in keys]
+        self._admin = None if admin_key is None else _digest(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        digest = self._match(scope["headers"])
-        if digest is not None:
-            scope[TENANT] = digest.hex()[:32]
-            await self._app(scope, receive, send)
+        sent = _sent_key(scope["headers"])
+        is_admin = self._admin is not None and sent is not None and hmac.compare_digest(self._admin, sent)
+        match = self._match(sent)
+        refusal = None
+        if scope["path"] in ADMIN_PATHS:
+            refusal = self._refuse_admin(is_known=match is not None, is_admin=is_admin)
+        elif self._digests and not is_admin and match is None:
+            refusal = _wrong_key()
+        if refusal is not None:
+            await _refuse(refusal, scope["path"], send)
             return
-        await _refuse(send)
+        if match is not None or is_admin:
+            scope[TENANT] = (match or self._admin or b"").hex()[:32]
+        scope[ADMIN] = is_admin or (not self._digests and self._admin is None)
+        await self._app(scope, receive, send)
 
-    def _match(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-        """The digest of the key that was sent, if it is one of ours. Takes the same time whichever matches."""
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1 or values[0][:7].lower() != b"bearer ":
+    def _refuse_admin(self, *, is_known: bool, is_admin: bool) -> ApiError | None:
+        if is_admin or (self._admin is None and not self._digests):
             return None
-        sent = hashlib.sha256(values[0][7:].strip()).digest()
+        if self._digests and not is_known:
+            return _wrong_key()
+        if self._admin is None:
+            return ApiError(403, "control routes are closed: the server has no admin key", code="admin_key_required")
+        if is_known:
+            return ApiError(403, "this path needs the admin key", code="admin_key_required")
+        return _wrong_key()
+
+    def _match(self, sent: bytes | None) -> bytes | None:
+        """The digest of the key that was sent, if it is one of ours. Takes the same time whichever matches."""
         found = None
         for digest in self._digests:
-            if hmac.compare_digest(digest, sent):
+            if sent is not None and hmac.compare_digest(digest, sent):
                 found = digest
         return found
 
 
-async def _refuse(send: Send) -> None:
-    error = ApiError(
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The digest of the key in Authorization: Bearer, or in x-api-key as Anthropic's clients send it."""
+    bearers, others = [], []
+    for name, value in headers:
+        if name == b"authorization":
+            bearers.append(value)
+        elif name == b"x-api-key":
+            others.append(value)
+    if len(bearers) == 1 and bearers[0][:7].lower() == b"bearer ":
+        return hashlib.sha256(bearers[0][7:].strip()).digest()
+    if not bearers and len(others) == 1:
+        return hashlib.sha256(others[0].strip()).digest()
+    return None
+
+
+def _wrong_key() -> ApiError:
+    return ApiError(
         401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY", code="invalid_api_key"
     )
-    body = error.encode()
+
+
+async def _refuse(error: ApiError, path: str, send: Send) -> None:
+    body = error_body(error, path)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     # The body that may follow is not read.
     headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

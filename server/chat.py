@@ -33,7 +33,7 @@ async def chat(server: Server, http: Request, request: ChatCompletionRequest) ->
 
 
 async def chat_job(
-    server: Server, http: Request, request: ChatCompletionRequest, *, id_prefix: str = "chatcmpl"
+    server: Server, http: Request, request: ChatCompletionRequest, *, id_prefix: str = "chatcmpl-"
 ) -> Job:
     """Check a request and make it ready for the engine. Other dialects translate their requests into this one; their
     answers are made from chat_completion() and ChatChunks. Raises ApiError."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 from jaxserve.server import schemas
-from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Job, Server, answer, checked_grammar, make_job
+from jaxserve.server.errors import ApiError, invalid_value
+from jaxserve.server.generation import Job, Server, answer, checked_grammar, make_job, without_output
 from jaxserve.server.options import DEFAULT_COMPLETION_TOKENS, completion_logprobs, sampling_options
 from jaxserve.server.prompts import TextOptions
 from jaxserve.server.protocol import CompletionRequest
@@ -27,6 +27,8 @@ async def complete(server: Server, http: Request, request: CompletionRequest) ->
     options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
     completion_logprobs(request, options)
     options["grammar"] = await checked_grammar(server, loaded, request)
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid_value("max_tokens", 0, "1 or more, or 0 together with echo")
     text_options = TextOptions(
         add_special_tokens=request.add_special_tokens is not False,
         allow_special_tokens=request.allow_special_tokens is not False,
@@ -38,11 +40,11 @@ async def complete(server: Server, http: Request, request: CompletionRequest) ->
         request,
         prompts,
         options,
-        max_tokens=request.max_tokens,
+        max_tokens=request.max_tokens if request.max_tokens != 0 else 1,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         limit_name="max_tokens",
         prompt_name="prompt",
-        id_prefix="cmpl",
+        id_prefix="cmpl-",
     )
     return await answer(
         server,
@@ -94,6 +96,8 @@ def _block(
 def _whole(
     request: CompletionRequest, job: Job, prompt_of: dict[str, int], outputs: list[RequestOutput]
 ) -> schemas.Completion:
+    if request.max_tokens == 0:
+        outputs = without_output(outputs)
     usage = schemas.UsageCount(job.num_prompt_tokens)
     by_choice: dict[int, list[RequestOutput]] = {}
     prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
@@ -160,6 +164,8 @@ class CompletionChunks:
         self._prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
 
     def write(self, outputs: list[RequestOutput]) -> bytes:
+        if self._request.max_tokens == 0:
+            outputs = without_output(outputs)
         return b"".join([self._chunk(output) for output in outputs])
 
     def end(self) -> bytes:

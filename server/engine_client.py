@@ -102,15 +102,18 @@ class EngineLink:
 class Submission:
     """The prompts of one HTTP request in the engine. One task waits on it.
 
-    prompt_of[request_id] is the prompt's place in the request; is_done: every continuation has had its last output.
+    prompt_of[request_id] is the prompt's place in the request; is_done: every continuation has had its last output;
+    names: (tenant, id) by which its client may abort it.
     """
 
     __slots__ = (
-        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "arrival", "first_output", "prompt_of",
+        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "arrival", "first_output", "names",
+        "prompt_of",
     )  # fmt: skip
 
     def __init__(self, client: EngineClient, prompt_of: dict[str, int], num_continuations: int) -> None:
         self._client = client
+        self.names: frozenset[tuple[str, str]] = frozenset()
         self.prompt_of = prompt_of
         self.arrival = time.monotonic()
         self.first_output: float | None = None
@@ -168,6 +171,11 @@ class Submission:
         self._outputs.clear()
         self._wake()
 
+    def cancel(self, error: ApiError) -> None:
+        """Stop the engine's work; whoever waits gets `error`."""
+        self.fail(error)
+        self.abort()
+
     def abort(self) -> None:
         """Stop what still runs. May be called at any time and more than once."""
         self._client.abort(self)
@@ -198,6 +206,11 @@ class EngineClient:
         self._numbers = itertools.count()
         self.on_ready: Callable[[ModelInfo], None] = lambda model: None
         self.on_failed: Callable[[str], None] = lambda reason: None
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """Of the last heartbeat; None while no engine is there."""
+        return self._stats
 
     @property
     def num_in_flight(self) -> int:
@@ -269,7 +282,7 @@ class EngineClient:
         """An id that no other request of this or an earlier server has: clients' own ids need not be unique."""
         return f"{self._prefix}-{next(self._numbers):x}"
 
-    def submit(self, messages: list[AddRequest]) -> Submission:
+    def submit(self, messages: list[AddRequest], *, names: frozenset[tuple[str, str]] = frozenset()) -> Submission:
         """Send the prompts of one HTTP request. Raises ApiError 503 if there are too many in flight already, or the
         engine is not there."""
         self.check_ready()
@@ -280,6 +293,7 @@ class EngineClient:
             )
         prompt_of = {message.request_id: place for place, message in enumerate(messages)}
         submission = Submission(self, prompt_of, sum(message.params.n for message in messages))
+        submission.names = names
         try:
             for message in messages:
                 self._send(encode(message))
@@ -295,6 +309,19 @@ class EngineClient:
             if entry is not None and entry.submission is not None:
                 entry.submission = None
                 self._send_abort(request_id)
+
+    def find(self, tenant: str | None, name: str | None) -> list[Submission]:
+        """What is in flight under a name that a client chose or was given; None: of every tenant, under any name."""
+        found: dict[int, Submission] = {}
+        for entry in self._in_flight.values():
+            submission = entry.submission
+            if submission is None or not (
+                (tenant is None and name is None)
+                or any(name in (None, n) and tenant in (None, t) for t, n in submission.names)
+            ):
+                continue
+            found[id(submission)] = submission
+        return list(found.values())
 
     def send(self, data: bytes) -> bool:
         """Send an encoded message. False if no engine listens."""

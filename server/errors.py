@@ -57,6 +57,32 @@ class ApiError(Exception):
         return headers
 
 
+# Anthropic's words for statuses.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_type(status: int) -> str:
+    """The type of an error in Anthropic's dialect."""
+    return _ERROR_TYPES.get(status, "invalid_request_error")
+
+
+def error_body(error: ApiError, path: str) -> bytes:
+    """The JSON body in the dialect of the path that was asked."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        body = {"type": "error", "error": {"type": error_type(error.status), "message": error.message}}
+        return msgspec.json.encode(body)
+    return error.encode()
+
+
 def shown(value: Any) -> str:
     """A client's value, short and printable, for an error message."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -117,14 +143,12 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _NOTHING = object()
 
 
-def from_validation(
-    error: msgspec.ValidationError, body: Any, hints: dict[str, str], choices: dict[str, str]
-) -> ApiError:
+def from_validation(error: msgspec.ValidationError, body: Any, hints: dict[str, str], kind: type) -> ApiError:
     """A body that is JSON but not the right JSON.
 
     body     the decoded body, for the value that was seen; None if it is too large to decode twice
     hints    field -> what to say about it instead (fields that other servers have and this one has not)
-    choices  path, as in messages[].role -> the values allowed there
+    kind     the type that the body should have had
     """
     text = str(error)
     at = _AT.search(text)
@@ -146,8 +170,36 @@ def from_validation(
     seen = _look_up(body, path)
     got = "" if seen is _NOTHING else f"got {shown(seen)}; "
     if reason.startswith("Invalid enum value"):
-        reason = f"allowed: {choices.get(re.sub(r'[0-9]+', '', param), 'see the documentation')}"
+        reason = f"allowed: {_allowed(kind, path)}"
     return ApiError(400, f"{param or 'body'}: {got}{_lower(reason)}", param=param or None, code="invalid_type")
+
+
+def _allowed(kind: type, path: str) -> str:
+    """The values of the Literal at a path of a type."""
+    found = [msgspec.inspect.type_info(kind)]
+    for step in _STEP.finditer(path.removeprefix("$").replace("[...]", "[0]")):
+        name, _ = step.groups()
+        found = [inner for info in _members(found) for inner in _inside(info, name)]
+    values = [repr(v) for info in _members(found) if isinstance(info, msgspec.inspect.LiteralType) for v in info.values]
+    return ", ".join(values) or "see the documentation"
+
+
+def _members(infos: list[Any]) -> list[Any]:
+    """Types with unions and metadata taken apart."""
+    result = []
+    for info in infos:
+        while isinstance(info, msgspec.inspect.Metadata):
+            info = info.type
+        result += _members(list(info.types)) if isinstance(info, msgspec.inspect.UnionType) else [info]
+    return result
+
+
+def _inside(info: Any, name: str | None) -> list[Any]:
+    """Types of a struct's field, or of the items of an array or object."""
+    if isinstance(info, msgspec.inspect.StructType):
+        return [field.type for field in info.fields if field.encode_name == name]
+    inner = getattr(info, "item_type", None) if name is None else getattr(info, "value_type", None)
+    return [] if inner is None else [inner]
 
 
 def _look_up(body: Any, path: str) -> Any:

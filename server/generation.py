@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import time
 from typing import Any
 
 import msgspec
-from jaxserve.server.engine_client import ClientLeft, EngineClient
+from jaxserve.server.engine_client import ClientLeft, EngineClient, Submission
 from jaxserve.server.errors import ApiError, shown
 from jaxserve.server.grammar_check import GrammarChecker
 from jaxserve.server.options import make_params
 from jaxserve.server.prompts import LoadedModel, Prompt
 from jaxserve.server.protocol import MAX_CLIENT_ID, GenerationRequest
+from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import ChunkWriter, EventStream, Watch, first_error, gather
 from jaxserve.server.structured_fields import StructuredFields, asked_grammar, refused
@@ -21,11 +23,13 @@ from jaxserve.server.supervisor import Supervisor
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.messages import AddRequest
+from jaxserve.config import EngineConfig
+from jaxserve.messages import FINISH_LENGTH, AddRequest, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammar import Grammar
 
 TENANT = "jaxserve.tenant"  # in the ASGI scope: which API key was sent
+ADMIN = "jaxserve.admin"  # in the ASGI scope: whether it was the admin key, or none is needed
 NO_CLIENT = 499  # nobody reads this status
 
 
@@ -38,6 +42,8 @@ class Server:
     supervisor: Supervisor[LoadedModel]
     model_name: str
     started: int
+    config: EngineConfig
+    responses: ResponseStore
     grammars: GrammarChecker = dataclasses.field(default_factory=GrammarChecker)
 
     def model(self, name: str | None) -> LoadedModel:
@@ -68,6 +74,8 @@ class Job:
     params: list[SamplingParams]  # of each prompt
     namespace: str
     headers: dict[str, str]
+    deadline_s: float | None = None
+    names: frozenset[tuple[str, str]] = frozenset()  # (tenant, id): by which its client may abort it
 
     @property
     def n(self) -> int:
@@ -113,6 +121,9 @@ def make_job(
     default_max_tokens        if the client gave none; None: up to the context limit
     """
     loaded = server.model(request.model)
+    if request.bad_words:
+        options["bad_word_ids"] = loaded.bad_word_ids(request.bad_words)
+        names = {"bad_word_ids": "bad_words", **(names or {})}
     num_sequences = len(prompts) * options["n"]
     if num_sequences > server.settings.max_sequences:
         raise ApiError(
@@ -125,7 +136,9 @@ def make_job(
     fitted, params = [], []
     made: dict[int | None, SamplingParams] = {}
     for place, prompt in enumerate(prompts):
-        ids = loaded.fit(prompt.token_ids, request.truncate_prompt_tokens, max_tokens)
+        ids = loaded.fit(
+            prompt.token_ids, request.truncate_prompt_tokens, max_tokens, side=request.truncation_side or "left"
+        )
         name = prompt_name if len(prompts) == 1 else f"{prompt_name}[{place}]"
         room = loaded.room(ids, max_tokens, prompt=name, limit=limit_name)
         limit = max_tokens
@@ -136,17 +149,52 @@ def make_job(
         was_cut = len(ids) != len(prompt.token_ids)
         fitted.append(Prompt(ids) if was_cut else prompt)
         params.append(made[limit])
-    client_id = request.request_id or _header_id(http)
+    return new_job(server, http, request, loaded, fitted, params, id_prefix=id_prefix)
+
+
+def new_job(
+    server: Server,
+    http: Request,
+    request: GenerationRequest,
+    loaded: LoadedModel,
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    *,
+    id_prefix: str,
+) -> Job:
+    """A job of checked prompts and params, with what the HTTP request itself says. Raises ApiError 400."""
+    client_id = request.request_id or header_id(http)
+    response_id = f"{id_prefix}{client_id or secrets.token_hex(12)}"
+    tenant = tenant_of(http)
     return Job(
-        response_id=f"{id_prefix}-{client_id or secrets.token_hex(12)}",
+        response_id=response_id,
         created=int(time.time()),
         model_name=server.model_name,
         loaded=loaded,
-        prompts=fitted,
+        prompts=prompts,
         params=params,
-        namespace=_namespace(http, request.cache_salt),
+        namespace=_namespace(tenant, request.cache_salt),
         headers={} if client_id is None else {"X-Request-Id": client_id},
+        deadline_s=_deadline(http, server.settings.request_timeout_s),
+        names=frozenset((tenant, name) for name in (response_id, client_id) if name),
     )
+
+
+def submit_job(server: Server, request: GenerationRequest, job: Job) -> Submission:
+    """Send a job's prompts to the engine. Raises ApiError 503 if it takes none."""
+    messages = [
+        AddRequest(
+            request_id=server.client.new_id(),
+            prompt=prompt.token_ids,
+            params=params,
+            namespace=job.namespace,
+            priority=request.priority or 0,
+            stream_interval=(request.stream_interval or 1) if request.stream else 0,
+            deadline_s=job.deadline_s,
+        )
+        for prompt, params in zip(job.prompts, job.params, strict=True)
+    ]
+    return server.client.submit(messages, names=job.names)
 
 
 async def answer(
@@ -162,18 +210,7 @@ async def answer(
 
     make_writer(job, prompt_of) -> ChunkWriter for a stream; make_answer(job, prompt_of, outputs) -> Struct
     """
-    messages = [
-        AddRequest(
-            request_id=server.client.new_id(),
-            prompt=prompt.token_ids,
-            params=params,
-            namespace=job.namespace,
-            priority=request.priority or 0,
-            stream_interval=(request.stream_interval or 1) if request.stream else 0,
-        )
-        for prompt, params in zip(job.prompts, job.params, strict=True)
-    ]
-    submission = server.client.submit(messages)
+    submission = submit_job(server, request, job)
     try:
         async with Watch(http.receive, submission.leave) as watch:
             if not request.stream:
@@ -200,7 +237,23 @@ async def answer(
         raise
 
 
-def _header_id(http: Request) -> str | None:
+def without_output(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs of a request that asked for no token: the engine makes one all the same, which is dropped."""
+    return [
+        msgspec.structs.replace(
+            output,
+            text="",
+            token_ids=[],
+            logprobs=None if output.logprobs is None else [],
+            finish_reason=output.finish_reason and FINISH_LENGTH,
+            stop_reason=None,
+            num_output_tokens=0,
+        )
+        for output in outputs
+    ]
+
+
+def header_id(http: Request) -> str | None:
     """The client's X-Request-Id. Raises ApiError 400 for one that could not be echoed."""
     value = http.headers.get("x-request-id")
     if not value:
@@ -214,8 +267,37 @@ def _header_id(http: Request) -> str | None:
     return value
 
 
-def _namespace(http: Request, salt: str | None) -> str:
+def is_admin(http: Request) -> bool:
+    """Whether the admin key was sent (or the server has no keys at all)."""
+    return bool(http.scope.get(ADMIN, False))
+
+
+def tenant_of(http: Request) -> str:
+    """Which API key was sent, as a digest; empty if the server has none."""
+    return http.scope.get(TENANT, "")
+
+
+def _deadline(http: Request, limit_s: float | None) -> float | None:
+    """Seconds after which the engine gives up: what the client says in X-Request-Timeout, at most the operator's
+    limit. Raises ApiError 400."""
+    text = http.headers.get("x-request-timeout")
+    if not text:
+        return limit_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(
+            400,
+            f"X-Request-Timeout: got {shown(text)}; allowed: seconds, above 0",
+            param="X-Request-Timeout",
+            code="invalid_value",
+        )
+    return seconds if limit_s is None else min(seconds, limit_s)
+
+
+def _namespace(tenant: str, salt: str | None) -> str:
     """Which requests share cached prefixes: those of one API key and, if it asks for it, of one salt. A salt alone
     could be guessed by another client."""
-    tenant = http.scope.get(TENANT, "")
     return f"{tenant}/{salt or ''}" if tenant or salt else ""

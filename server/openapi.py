@@ -2,101 +2,171 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from jaxserve.server import protocol, schemas
+from jaxserve.server import anthropic_types, generate_types, protocol, response_types, schemas
 
-_PARSED = (
-    protocol.CompletionRequest,
-    protocol.ChatCompletionRequest,
-    protocol.TokenizeRequest,
-    protocol.DetokenizeRequest,
-)
-_ANSWERED = (
-    schemas.Completion,
-    schemas.ChatCompletion,
-    schemas.ChatCompletionChunk,
-    schemas.ModelList,
-    schemas.ModelCard,
-    schemas.Tokens,
-    schemas.Text,
-    schemas.Status,
-    schemas.Version,
-    schemas.ErrorAnswer,
-)
 
-# path -> (summary, request, answer, chunk of a stream, statuses of errors)
-_ROUTES: dict[str, tuple[str, type | None, type | None, type | None, tuple[int, ...]]] = {
-    "/v1/completions": (
-        "Continue texts or token ids", protocol.CompletionRequest, schemas.Completion, schemas.Completion,
-        (400, 404, 408, 413, 415, 500, 503),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Route:
+    """What the document says of one route. chunk: one event of a stream; errors: their statuses, 401 aside."""
+
+    summary: str
+    request: type | None = None
+    answer: Any = None
+    chunk: type | None = None
+    errors: tuple[int, ...] = ()
+    query: tuple[tuple[str, dict[str, Any], str], ...] = ()  # name, schema, description
+    needs_body: bool = True
+
+    @property
+    def types(self) -> list[Any]:
+        return [kind for kind in (self.request, self.answer, self.chunk) if kind is not None]
+
+
+_POSTED = (400, 404, 408, 413, 415, 429, 500, 503)
+_STORED = (400, 404)
+
+ROUTES: dict[tuple[str, str], Route] = {
+    ("POST", "/v1/completions"): Route(
+        summary="Continue texts or token ids", request=protocol.CompletionRequest, answer=schemas.Completion,
+        chunk=schemas.Completion, errors=_POSTED,
     ),
-    "/v1/chat/completions": (
-        "Answer a conversation", protocol.ChatCompletionRequest, schemas.ChatCompletion,
-        schemas.ChatCompletionChunk, (400, 404, 408, 413, 415, 500, 503),
+    ("POST", "/v1/chat/completions"): Route(
+        summary="Answer a conversation", request=protocol.ChatCompletionRequest, answer=schemas.ChatCompletion,
+        chunk=schemas.ChatCompletionChunk, errors=_POSTED,
     ),
-    "/tokenize": (
-        "Token ids of a text or a conversation", protocol.TokenizeRequest, schemas.Tokens, None,
-        (400, 404, 408, 413, 415, 500, 503),
+    ("POST", "/v1/responses"): Route(
+        summary="Answer a conversation, and keep it", request=response_types.ResponsesRequest,
+        answer=response_types.ResponseObject, chunk=response_types.ResponseEvent, errors=_POSTED,
     ),
-    "/detokenize": (
-        "Text of token ids", protocol.DetokenizeRequest, schemas.Text, None, (400, 404, 408, 413, 415, 500, 503),
+    ("POST", "/v1/responses/input_tokens"): Route(
+        summary="Tokens of the prompt that a request would have", request=response_types.ResponsesRequest,
+        answer=response_types.InputTokens, errors=_POSTED,
     ),
-    "/v1/models": ("The model that is served", None, schemas.ModelList, None, ()),
-    "/v1/models/{model_id:path}": ("One model", None, schemas.ModelCard, None, (404,)),
-    "/health": ("Whether the server lives", None, schemas.Status, None, ()),
-    "/ready": ("Whether requests are taken", None, schemas.Status, None, ()),
-    "/metrics": ("Metrics in Prometheus' text format", None, None, None, ()),
-    "/version": ("Version of jaxserve", None, schemas.Version, None, ()),
+    ("GET", "/v1/responses/{response_id}"): Route(
+        summary="A stored response", answer=response_types.ResponseObject, errors=_STORED,
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Route(
+        summary="Forget a stored response", answer=response_types.DeletedResponse, errors=_STORED,
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Route(
+        summary="Stop a response that is generated in the background", answer=response_types.ResponseObject,
+        errors=_STORED,
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Route(
+        summary="What a stored response was asked", answer=response_types.InputItems, errors=_STORED,
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "items at most"),
+            ("order", {"enum": ["asc", "desc"], "default": "desc"}, "newest first, or oldest"),
+            ("after", {"type": "string"}, "id of the item after which to go on"),
+        ),
+    ),
+    ("POST", "/v1/messages"): Route(
+        summary="Answer a conversation in Anthropic's dialect", request=anthropic_types.MessagesRequest,
+        answer=anthropic_types.MessageAnswer, chunk=anthropic_types.MessageEvent, errors=_POSTED,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Route(
+        summary="Tokens of the prompt that a request would have", request=anthropic_types.CountTokensRequest,
+        answer=anthropic_types.CountedTokens, errors=_POSTED,
+    ),
+    ("POST", "/generate"): Route(
+        summary="Continue texts or token ids in SGLang's dialect", request=generate_types.GenerateRequest,
+        answer=generate_types.Generated | list[generate_types.Generated], chunk=generate_types.Generated,
+        errors=(*_POSTED, 409),
+    ),
+    ("POST", "/tokenize"): Route(
+        summary="Token ids of a text or a conversation", request=protocol.TokenizeRequest, answer=schemas.Tokens,
+        errors=_POSTED,
+    ),
+    ("POST", "/detokenize"): Route(
+        summary="Text of token ids", request=protocol.DetokenizeRequest, answer=schemas.Text, errors=_POSTED,
+    ),
+    ("POST", "/flush_cache"): Route(
+        summary="Forget cached prefixes", request=generate_types.FlushCacheRequest, answer=generate_types.Done,
+        errors=(*_POSTED, 403), needs_body=False,
+    ),
+    ("POST", "/abort_request"): Route(
+        summary="Stop requests in flight", request=generate_types.AbortRequestBody, answer=generate_types.Aborted,
+        errors=(*_POSTED, 403),
+    ),
+    ("GET", "/v1/models"): Route(summary="The model that is served", answer=schemas.ModelList),
+    ("GET", "/v1/models/{model_id:path}"): Route(summary="One model", answer=schemas.ModelCard, errors=(404,)),
+    ("GET", "/get_model_info"): Route(
+        summary="The model, as SGLang's clients ask for it", answer=generate_types.NativeModelInfo, errors=(503,),
+    ),
+    ("GET", "/server_info"): Route(
+        summary="Settings, engine and what goes on", answer=generate_types.ServerInfo, errors=(403,),
+    ),
+    ("GET", "/get_server_info"): Route(
+        summary="The same under SGLang's older name", answer=generate_types.ServerInfo, errors=(403,),
+    ),
+    ("GET", "/health"): Route(summary="Whether the server lives", answer=schemas.Status),
+    ("GET", "/ready"): Route(summary="Whether requests are taken", answer=schemas.Status),
+    ("GET", "/metrics"): Route(summary="Metrics in Prometheus' text format"),
+    ("GET", "/version"): Route(summary="Version of jaxserve", answer=schemas.Version),
 }  # fmt: skip
 
 _ERRORS = {
     400: "The request is wrong; the error names field, value and limit",
     401: "The API key is missing or wrong",
-    404: "There is no such model",
-    408: "The body did not arrive in time",
+    403: "The admin key is needed",
+    404: "There is no such model or response",
+    408: "The body, or the answer, did not come in time",
+    409: "The request was aborted",
     413: "The body is too long",
     415: "The body is not declared as JSON",
+    429: "Too many requests of this client; see Retry-After",
     500: "A defect of the server",
     503: "Not ready, too busy, or shutting down; see Retry-After",
 }
 
 
-def describe(path: str) -> dict[str, Any]:
+def describe(method: str, path: str) -> dict[str, Any]:
     """Arguments of add_api_route that document a route."""
-    summary, request, answer, chunk, statuses = _ROUTES[path]
+    route = ROUTES[method, path]
     content: dict[str, Any] = {}
-    if answer is None:
+    if route.answer is None:
         content["text/plain"] = {"schema": {"type": "string"}}
     else:
-        content["application/json"] = {"schema": _reference(answer)}
-    if chunk is not None:
-        content["text/event-stream"] = {"schema": _reference(chunk)}
-    responses: dict[str, Any] = {"200": {"description": summary, "content": content}}
-    for status in statuses:
-        responses[str(status)] = _error(status)
+        content["application/json"] = {"schema": _reference(route.answer)}
+    if route.chunk is not None:
+        content["text/event-stream"] = {"schema": _reference(route.chunk)}
+    responses: dict[str, Any] = {"200": {"description": route.summary, "content": content}}
+    for status in route.errors:
+        responses[str(status)] = _error(status, path)
     if path not in ("/health", "/ready"):
-        responses["401"] = _error(401)
+        responses["401"] = _error(401, path)
     else:
         down = {"application/json": {"schema": _reference(schemas.Status)}}
         responses["503"] = {"description": "No", "content": down}
     extra: dict[str, Any] = {"responses": responses}
-    if request is not None:
-        body = {"application/json": {"schema": _reference(request)}}
-        extra["requestBody"] = {"required": True, "content": body}
-    if "{model_id" in path:
-        extra["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    return {"summary": summary, "openapi_extra": extra}
+    if route.request is not None:
+        body = {"application/json": {"schema": _reference(route.request)}}
+        extra["requestBody"] = {"required": route.needs_body, "content": body}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in ("model_id", "response_id")
+        if "{" + name in path
+    ]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": schema, "description": text}
+        for name, schema, text in route.query
+    ]
+    if parameters:
+        extra["parameters"] = parameters
+    return {"summary": route.summary, "openapi_extra": extra}
 
 
 def install(app: FastAPI, *, has_keys: bool) -> None:
     """Let app.openapi() give the document with all schemas."""
-    names = [kind.__name__ for kind in (*_PARSED, *_ANSWERED)]
-    _, components = msgspec.json.schema_components((*_PARSED, *_ANSWERED), ref_template="#/components/schemas/{name}")
-    assert set(names) <= components.keys()
+    kinds = [kind for route in ROUTES.values() for kind in route.types]
+    kinds += [schemas.ErrorAnswer, anthropic_types.MessageErrorAnswer]
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -114,12 +184,12 @@ def install(app: FastAPI, *, has_keys: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _reference(kind: type) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+def _reference(kind: Any) -> dict[str, Any]:
+    """Schema of a type; those with a name stand among the components."""
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return schema
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {
-        "description": _ERRORS[status],
-        "content": {"application/json": {"schema": _reference(schemas.ErrorAnswer)}},
-    }
+def _error(status: int, path: str) -> dict[str, Any]:
+    kind = anthropic_types.MessageErrorAnswer if path.startswith("/v1/messages") else schemas.ErrorAnswer
+    return {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(kind)}}}

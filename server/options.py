@@ -43,6 +43,15 @@ def sampling_options(request: GenerationRequest, *, max_n: int, vocab_size: int)
         options["stop_token_ids"] = tuple(request.stop_token_ids)
     if request.allowed_token_ids is not None:
         options["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    if request.logprob_token_ids:
+        if not request.logprobs and request.prompt_logprobs is None and request.logprobs != 0:
+            raise ApiError(
+                400,
+                "logprob_token_ids: allowed only with logprobs or prompt_logprobs",
+                param="logprob_token_ids",
+                code="invalid_value",
+            )
+        options["logprob_token_ids"] = tuple(request.logprob_token_ids)
     if request.logit_bias:
         options["logit_bias"] = _logit_bias(request.logit_bias)
     return options
@@ -96,6 +105,10 @@ def chat_max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
 def _check_flags(request: GenerationRequest) -> None:
     if request.store:
         raise ApiError(400, "store: answers are not stored by this server; true is not supported", param="store")
+    if request.spaces_between_special_tokens and request.skip_special_tokens is False:
+        raise invalid_value(
+            "spaces_between_special_tokens", True, "false together with skip_special_tokens false; no spaces are added"
+        )
     options = request.stream_options
     if options is None:
         return

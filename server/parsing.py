@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from jaxserve.server.errors import ApiError, from_validation
-from jaxserve.server.protocol import CHOICES, HINTS
 from starlette.requests import ClientDisconnect, Request
 
 _MAX_EXPLAINED = 1 << 16  # bytes: longer bodies are not decoded a second time to explain what is wrong
@@ -49,9 +48,11 @@ def _too_long(seen: str, max_bytes: int) -> ApiError:
 
 
 class BodyParser(Generic[Body]):
-    """Decodes bodies of one kind."""
+    """Decodes bodies of one kind. hints: what to say of fields instead of "unknown field"."""
 
-    def __init__(self, kind: type[Body]) -> None:
+    def __init__(self, kind: type[Body], hints: dict[str, str] | None = None) -> None:
+        self._kind = kind
+        self._hints = hints or {}
         self._decode = msgspec.json.Decoder(kind).decode
         self._names = [field.encode_name.encode() for field in msgspec.structs.fields(kind)]
 
@@ -61,7 +62,7 @@ class BodyParser(Generic[Body]):
             body = self._decode(data)
         except msgspec.ValidationError as error:
             seen = _decode_loosely(data) if len(data) <= _MAX_EXPLAINED else None
-            raise from_validation(error, seen, HINTS, CHOICES) from None
+            raise from_validation(error, seen, self._hints, self._kind) from None
         except msgspec.DecodeError as error:
             raise _not_json(data, error) from None
         except UnicodeDecodeError as error:

@@ -46,17 +46,19 @@ class LoadedModel:
         self.control_terms = token_terms({self.tokens.text_of(i): i for i in self.tokens.special_ids})
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
-    async def encode_prompts(self, prompt: str | list[Any], options: TextOptions, *, max_prompts: int) -> list[Prompt]:
-        """Every prompt of the field `prompt`. Raises ApiError 400 for a mixture, too many, or an id out of range."""
-        items = split_prompts(prompt)
+    async def encode_prompts(
+        self, prompt: str | list[Any], options: TextOptions, *, max_prompts: int, name: str = "prompt"
+    ) -> list[Prompt]:
+        """Every prompt of the field `name`. Raises ApiError 400 for a mixture, too many, or an id out of range."""
+        items = split_prompts(prompt, name)
         if len(items) > max_prompts:
             raise ApiError(
-                400, f"prompt: got {len(items)} prompts; allowed: at most {max_prompts}", param="prompt",
+                400, f"{name}: got {len(items)} prompts; allowed: at most {max_prompts}", param=name,
                 code="invalid_value",
             )  # fmt: skip
         if not isinstance(items[0], str):
             for place, ids in enumerate(items):
-                self._check_ids(ids, "prompt" if len(items) == 1 else f"prompt[{place}]")
+                self._check_ids(ids, name if len(items) == 1 else f"{name}[{place}]")
             return [Prompt(ids) for ids in items]
         num_characters = sum(map(len, items))
         return await self._run(num_characters, lambda: [self._encode(text, options) for text in items])
@@ -117,15 +119,27 @@ class LoadedModel:
             len(token_ids), lambda: self.tokens.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
-    def fit(self, token_ids: list[int], truncate: int | None, max_tokens: int | None) -> list[int]:
-        """The prompt, cut to its last tokens if truncate_prompt_tokens says so (-1: as many as leave room)."""
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of bad words: each as it stands at the start of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+                if ids:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    def fit(
+        self, token_ids: list[int], truncate: int | None, max_tokens: int | None, *, side: str = "left"
+    ) -> list[int]:
+        """The prompt, cut at `side` to as many tokens as truncate_prompt_tokens says (-1: as many as leave room)."""
         if truncate is None:
             return token_ids
         if truncate == 0:
             raise invalid_value("truncate_prompt_tokens", 0, "1 or more, or -1 for as many as fit")
         if truncate < 0:
             truncate = max(self.info.max_model_len - (max_tokens or 1), 1)
-        return token_ids[-truncate:]
+        return token_ids[-truncate:] if side == "left" else token_ids[:truncate]
 
     def room(self, token_ids: list[int], max_tokens: int | None, *, prompt: str, limit: str) -> int:
         """Tokens that may follow. Raises ApiError 400 unless the prompt and `max_tokens` fit into the context.
@@ -170,16 +184,16 @@ class LoadedModel:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """The field `prompt` as a list of prompts. Raises ApiError 400 for an empty list or a mixture."""
+def split_prompts(prompt: str | list[Any], name: str = "prompt") -> list[str] | list[list[int]]:
+    """The field `name` as a list of prompts. Raises ApiError 400 for an empty list or a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError(400, "prompt: got an empty list; allowed: a text, token ids, or lists of them", param="prompt")
+        raise ApiError(400, f"{name}: got an empty list; allowed: a text, token ids, or lists of them", param=name)
     kind = type(prompt[0])
     if set(map(type, prompt)) != {kind}:
         place = next(place for place, item in enumerate(prompt) if type(item) is not kind)
-        raise invalid_value(f"prompt[{place}]", prompt[place], "items of the same type as the first")
+        raise invalid_value(f"{name}[{place}]", prompt[place], "items of the same type as the first")
     return [prompt] if kind is int else prompt
 
 

@@ -31,6 +31,7 @@ Truncation = Annotated[
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower runs first")]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT)]
 ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_CLIENT_ID, pattern="^[!-~]+$")]
+BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=256)]
 Nothing = Annotated[list[Any], Meta(max_length=0)]  # an empty list asks for nothing
 
 
@@ -46,8 +47,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class GenerationRequest(StructuredFields, kw_only=True):
     """What both kinds of completion have in common. Ranges are those of SamplingParams.
 
-    user, safety_identifier, metadata, prompt_cache_key, service_tier and parallel_tool_calls describe the caller or
-    hint at something; they change no answer. store must not be true: nothing is stored.
+    bad_words                  words that the output must not contain, as their tokens with and without a space before
+    logprob_token_ids          tokens whose log-probabilities stand beside the best ones
+    truncation_side            which end of the prompt truncate_prompt_tokens cuts off (default left)
+    spaces_between_special_tokens   true only where control tokens are left out: text is made of the tokens' own bytes
+
+    user, safety_identifier, metadata, prompt_cache_key, prompt_cache_retention, service_tier and parallel_tool_calls
+    describe the caller or hint at something; they change no answer. store must not be true: nothing is stored.
     """
 
     model: str | None = None
@@ -71,9 +77,13 @@ class GenerationRequest(StructuredFields, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    bad_words: BadWords | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     return_token_ids: bool | None = None
@@ -82,16 +92,17 @@ class GenerationRequest(StructuredFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions.
 
     prompt          a text, token ids, or a list of either
-    max_tokens      default 16
+    max_tokens      default 16; 0 with echo: the prompt is scored and nothing follows
     best_of         only if equal to n
     logprobs        log-probabilities of each token and of so many best ones
     echo            the prompt before the text; with logprobs its log-probabilities too
@@ -99,6 +110,7 @@ class CompletionRequest(GenerationRequest):
     """
 
     prompt: str | list[int | str | list[int]]
+    max_tokens: Count | None = None
     best_of: NumChoices | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
@@ -214,16 +226,7 @@ HINTS = {
     "use_beam_search": _NO_BEAMS,
     "length_penalty": _NO_BEAMS,
     "early_stopping": _NO_BEAMS,
-    "bad_words": "bad_words is not supported by this server; logit_bias can exclude tokens",
-    "logprob_token_ids": "log-probabilities of chosen tokens are not supported by this server",
     "reasoning_effort": "reasoning budgets are not supported by this server; allowed: 'none'",
     "verbosity": "not supported by this server; allowed: 'medium'",
     "service_tier": "not supported by this server; allowed: 'auto', 'default'",
-}
-
-# What stands in a Literal, for error messages.
-CHOICES = {
-    "messages[].role": "'system', 'developer', 'user', 'assistant', 'tool'",
-    "messages[].content[].type": "'text'; other kinds of content are not supported",
-    "messages[].tool_calls[].type": "'function'",
 }

@@ -10,15 +10,19 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from jaxserve.server import protocol, schemas
+from jaxserve.server import anthropic, control, protocol, responses, schemas
+from jaxserve.server.anthropic_types import CountTokensRequest, MessagesRequest
 from jaxserve.server.chat import chat
 from jaxserve.server.completions import complete
 from jaxserve.server.engine_client import EngineState
-from jaxserve.server.errors import ApiError, internal_error
+from jaxserve.server.errors import ApiError, error_body, internal_error
+from jaxserve.server.generate import generate
+from jaxserve.server.generate_types import AbortRequestBody, FlushCacheRequest, GenerateRequest
 from jaxserve.server.generation import Server
 from jaxserve.server.openapi import describe
 from jaxserve.server.parsing import BodyParser, read_body
 from jaxserve.server.prompts import TextOptions
+from jaxserve.server.response_types import ResponsesRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -27,6 +31,9 @@ import jaxserve
 from jaxserve.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
+
+# Control routes that take no options may be called without a body.
+_NO_BODY = frozenset({"/flush_cache"})
 
 _WEB = Path(__file__).parent / "web"
 _WEB_FILES = {
@@ -52,11 +59,11 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
     headers = error.headers
     if error.status in (408, 413, 415):
         headers = {**headers, "Connection": "close"}  # the rest of the body is not read
-    return Response(error.encode(), error.status, headers, "application/json")
+    return Response(error_body(error, path), error.status, headers, "application/json")
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
@@ -66,8 +73,22 @@ def add_routes(app: FastAPI, server: Server) -> None:
         ("/v1/chat/completions", protocol.ChatCompletionRequest, chat),
         ("/tokenize", protocol.TokenizeRequest, tokenize),
         ("/detokenize", protocol.DetokenizeRequest, detokenize),
+        ("/v1/responses", ResponsesRequest, responses.create_response),
+        ("/v1/responses/input_tokens", ResponsesRequest, responses.count_input_tokens),
+        ("/v1/messages", MessagesRequest, anthropic.create_message),
+        ("/v1/messages/count_tokens", CountTokensRequest, anthropic.count_tokens),
+        ("/generate", GenerateRequest, generate),
+        ("/flush_cache", FlushCacheRequest, control.flush_cache),
+        ("/abort_request", AbortRequestBody, control.abort_request),
     ):
         _add_post(app, server, path, kind, handler)
+    for method, path, answer in (
+        ("GET", "/v1/responses/{response_id}", responses.get_response),
+        ("DELETE", "/v1/responses/{response_id}", responses.delete_response),
+        ("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
+        ("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
+    ):
+        _add(app, server, method, path, answer)
     for path, answer in (
         ("/v1/models", _models),
         ("/v1/models/{model_id:path}", _model),
@@ -75,8 +96,11 @@ def add_routes(app: FastAPI, server: Server) -> None:
         ("/ready", _ready),
         ("/metrics", _metrics),
         ("/version", _version),
+        ("/server_info", control.server_info),
+        ("/get_server_info", control.server_info),
+        ("/get_model_info", control.model_info),
     ):
-        _add_get(app, server, path, answer)
+        _add(app, server, "GET", path, answer)
     if server.settings.chat_page:
         for path, (name, media_type) in _WEB_FILES.items():
             _add_file(app, path, _WEB / name, media_type)
@@ -86,23 +110,24 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _add_post(app: FastAPI, server: Server, path: str, kind: type[msgspec.Struct], handler: Handler) -> None:
-    parser = BodyParser(kind)
+    parser = BodyParser(kind, protocol.HINTS if kind.__module__ == protocol.__name__ else None)
     settings = server.settings
+    may_be_empty = not any(field.required for field in msgspec.structs.fields(kind)) and path in _NO_BODY
 
     async def endpoint(http: Request) -> Response:
         # Before the model is ready every body is answered alike, without reading it in full first.
         server.client.check_ready()
         data = await read_body(http, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-        return await handler(server, http, parser.parse(data))
+        return await handler(server, http, parser.parse(b"{}" if may_be_empty and not data.strip() else data))
 
-    app.add_api_route(path, endpoint, methods=["POST"], response_class=Response, **describe(path))
+    app.add_api_route(path, endpoint, methods=["POST"], response_class=Response, **describe("POST", path))
 
 
-def _add_get(app: FastAPI, server: Server, path: str, answer: Answer) -> None:
+def _add(app: FastAPI, server: Server, method: str, path: str, answer: Answer) -> None:
     async def endpoint(http: Request) -> Response:
         return await answer(server, http)
 
-    app.add_api_route(path, endpoint, methods=["GET"], response_class=Response, **describe(path))
+    app.add_api_route(path, endpoint, methods=[method], response_class=Response, **describe(method, path))
 
 
 def _add_file(app: FastAPI, path: str, file: Path, media_type: str) -> None:
@@ -193,7 +218,7 @@ async def _version(server: Server, http: Request) -> Response:
 
 async def _on_api_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, http.url.path)
 
 
 async def _on_http_error(http: Request, error: Exception) -> Response:
@@ -202,10 +227,10 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     path = http.url.path[:100]
     text = f"{path}: no such path" if error.status_code == 404 else f"{http.method} {path}: {error.detail}"
     fault = ApiError(error.status_code, text, code="not_found" if error.status_code == 404 else None)
-    response = error_response(fault)
+    response = error_response(fault, http.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_defect(http: Request, error: Exception) -> Response:
-    return error_response(internal_error())
+    return error_response(internal_error(), http.url.path)

@@ -15,12 +15,17 @@ class ServerSettings:
     host, port            address to listen on; port 0: a free one, which is printed
     served_model_name     name of the model in the API; None: the engine's model argument
     api_keys              keys of which clients must send one; empty: no key is asked for
+    admin_api_key         key of control routes (/flush_cache, /server_info, abort_all); None: they are closed if there
+                          are api_keys, and open if there are none
     max_body_bytes        longest request body; a longer one is refused before it is read
     max_n                 continuations of one prompt at most
     max_sequences         prompts x n of one HTTP request at most
     max_in_flight         prompts that may be queued or running at once; more are answered with 503
+    max_stored_responses, max_stored_response_bytes   responses of /v1/responses that are kept; the oldest go first
     body_timeout_s        seconds a client may take to send its body
     write_timeout_s       seconds a client may leave its answer unread before it is dropped
+    request_timeout_s     seconds after which the engine gives a request up; None: never. A client may ask for less with
+                          the header X-Request-Timeout
     chat_page             whether the chat page is served at /
     access_log            one log line per HTTP request
     drain_s               seconds that requests in flight get to finish after SIGTERM or SIGINT
@@ -36,12 +41,16 @@ class ServerSettings:
     port: int = 8000
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None
     max_body_bytes: int = 16 * 2**20
     max_n: int = MAX_N
     max_sequences: int = 1024
     max_in_flight: int = 4096
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 64 * 2**20
     body_timeout_s: float = 60.0
     write_timeout_s: float = 120.0
+    request_timeout_s: float | None = None
     chat_page: bool = True
     access_log: bool = False
     drain_s: float = 30.0
@@ -56,17 +65,21 @@ class ServerSettings:
             raise ValueError("host: got an empty string; allowed: an address or a host name")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError(f"served_model_name: got {self.served_model_name!r}; allowed: a name that is not blank")
-        for key in self.api_keys:
+        keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
+        for key in keys:
             # A key travels in a header: other characters could never match what a client can send.
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError("api_keys: one is empty or has odd characters; allowed: visible ASCII, no blanks")
+        if self.admin_api_key in self.api_keys:
+            raise ValueError("admin_api_key: is one of api_keys; allowed: a key of its own")
         self._check_integers()
         self._check_seconds()
 
     def _check_integers(self) -> None:
         for name, low, high in (
             ("port", 0, 65535), ("max_body_bytes", 1024, 2**40), ("max_n", 1, MAX_N), ("max_sequences", 1, 2**20),
-            ("max_in_flight", 1, 2**31), ("max_restarts", 0, 2**31),
+            ("max_in_flight", 1, 2**31), ("max_restarts", 0, 2**31), ("max_stored_responses", 0, 2**31),
+            ("max_stored_response_bytes", 0, 2**40),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -75,8 +88,10 @@ class ServerSettings:
     def _check_seconds(self) -> None:
         for name, low in (
             ("body_timeout_s", 0.1), ("write_timeout_s", 0.1), ("drain_s", 0.0), ("heartbeat_timeout_s", 1.0),
-            ("restart_window_s", 1.0), ("restart_delay_s", 0.0),
+            ("restart_window_s", 1.0), ("restart_delay_s", 0.0), ("request_timeout_s", 0.001),
         ):  # fmt: skip
             value = getattr(self, name)
+            if value is None and name == "request_timeout_s":
+                continue
             if not isinstance(value, int | float) or not math.isfinite(value) or value < low:
                 raise ValueError(f"{name}: got {value!r}; allowed: seconds, {low:g} or more")

@@ -142,7 +142,7 @@ class CompletionScores:
         block["token_logprobs"].append(score.logprob)
         best: dict[str, float] = {}
         # The token itself belongs to the list even if it is none of the best.
-        for other, logprob in [*score.top[: self._num_top], (token, score.logprob)]:
+        for other, logprob in [*alternatives(score, self._num_top), (token, score.logprob)]:
             name = self._name(other)
             if name in best and other != token:
                 name = f"token_id:{other}"  # another token with the same text
@@ -151,6 +151,13 @@ class CompletionScores:
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._table.text_of(token)
+
+
+def alternatives(score: TokenLogprob, num_top: int) -> list[tuple[int, float]]:
+    """The best tokens and then those that were asked for by id, each once."""
+    best = score.top[:num_top]
+    known = {token for token, _ in best}
+    return [*best, *((token, logprob) for token, logprob in dict(score.named).items() if token not in known)]
 
 
 def chat_scores(table: TokenTable, scores: Sequence[TokenLogprob], *, num_top: int, as_ids: bool) -> ChatLogprobs:
@@ -164,7 +171,7 @@ def chat_scores(table: TokenTable, scores: Sequence[TokenLogprob], *, num_top: i
         content=[
             TokenScore(
                 **fields(score.token_id, score.logprob),
-                top_logprobs=[TopLogprob(**fields(*best)) for best in score.top[:num_top]],
+                top_logprobs=[TopLogprob(**fields(*best)) for best in alternatives(score, num_top)],
             )
             for score in scores
         ]
@@ -180,7 +187,8 @@ def prompt_scores(
         if score is None:
             result.append(None)
             continue
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top[:num_top], 1)}
+        ranked: dict[int, tuple[float, int | None]] = {token: (logprob, None) for token, logprob in score.named}
+        ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top[:num_top], 1)}
         ranked[score.token_id] = (score.logprob, score.rank)
         result.append(
             {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -52,6 +53,7 @@ class Writer:
     pending_text: str = ""
     pending: list[int] = dataclasses.field(default_factory=list)
     was_sent: bool = False
+    ends_at: float = math.inf
 
 
 class FakeEngine:
@@ -148,7 +150,9 @@ class FakeEngine:
                 min_tokens=params.min_tokens,
                 skip_special_tokens=params.skip_special_tokens,
             )
-            self.running.append(Writer(message, index, self.tokens(key, params), stream, num_cached))
+            ends_at = time.monotonic() + (message.deadline_s or math.inf)
+            tokens = self.tokens(key, params)
+            self.running.append(Writer(message, index, tokens, stream, num_cached, ends_at=ends_at))
 
     def misbehave(self, text: str, message: AddRequest) -> None:
         if "CRASH-NOW" in text:
@@ -198,6 +202,10 @@ class FakeEngine:
 
     def step(self, writer: Writer) -> list[RequestOutput]:
         params, message = writer.message.params, writer.message
+        if time.monotonic() >= writer.ends_at:
+            writer.num_output = -1
+            error = {"error": "deadline_s: not done in time", "parameter": "deadline_s"}
+            return [RequestOutput(request_id=message.request_id, index=writer.index, finish_reason="abort", **error)]
         limit = CONTEXT - len(message.prompt)
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
@@ -230,14 +238,17 @@ class FakeEngine:
         params, message = writer.message.params, writer.message
         prompt_logprobs = None
         if params.prompt_logprobs is not None and not writer.was_sent:
-            scores = [self.score(token, params.prompt_logprobs) for token in message.prompt[1:]]
-            prompt_logprobs = [None, *scores]
+            first = max(1, params.prompt_logprobs_start)
+            scores = [self.score(token, params.prompt_logprobs, params) for token in message.prompt[first:]]
+            prompt_logprobs = [*[None] * (len(message.prompt) - len(scores)), *scores]
         output = RequestOutput(
             request_id=message.request_id,
             index=writer.index,
             text=writer.pending_text,
             token_ids=writer.pending,
-            logprobs=None if params.logprobs is None else [self.score(t, params.logprobs) for t in writer.pending],
+            logprobs=None
+            if params.logprobs is None
+            else [self.score(t, params.logprobs, params) for t in writer.pending],
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -251,12 +262,13 @@ class FakeEngine:
             self.finished[reason] = self.finished.get(reason, 0) + 1
         return output
 
-    def score(self, token: int, num_top: int) -> TokenLogprob:
+    def score(self, token: int, num_top: int, params: SamplingParams) -> TokenLogprob:
         """The second best of its rivals, which are neighbours in the vocabulary: many are halves of characters."""
         first = (token * 7) % (self.tokenizer.vocab_size - 32)
         rivals = [t for t in range(first, first + 32) if t != token]
         top = [(t, -0.25 - place / 8) for place, t in enumerate([rivals[0], token, *rivals[1:]])]
-        return TokenLogprob(token, -0.375, 2, top[:num_top])
+        named = [(t, -3.0 - t) for t in params.logprob_token_ids]
+        return TokenLogprob(token, -0.375, 2, top[:num_top], named)
 
 
 def shared_length(left: list[int], right: list[int]) -> int:

@@ -84,8 +84,8 @@ class Live:
         return sum(values)
 
 
-def ok(response: httpx.Response) -> dict[str, Any]:
-    assert response.status_code == 200, f"{response.status_code}: {response.text}"
+def ok(response: httpx.Response, status: int = 200) -> dict[str, Any]:
+    assert response.status_code == status, f"{response.status_code}: {response.text}"
     return strict(response.text)
 
 

@@ -153,7 +153,6 @@ def test_values_of_chats(live: Live, fields: dict, param: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "bad_words",
         "use_beam_search",
         "logits_processors",
         "max_token",
