@@ -49,14 +49,14 @@ async def abort_request(server: Server, http: Request, request: AbortRequestBody
 
 async def model_info(server: Server, http: Request) -> Response:
     """GET /get_model_info."""
-    loaded = server.model(None)
+    loaded = server.model(None, task="any")
     info = loaded.info
     return _json(
         NativeModelInfo(
             model_path=server.model_name,
             served_model_name=server.model_name,
             tokenizer_path=server.model_name,
-            is_generation=getattr(info, "task", "generate") == "generate",
+            is_generation=info.task == "generate",
             preferred_sampling_params=None,
             max_context_length=info.max_model_len,
         )

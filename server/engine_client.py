@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -22,6 +22,7 @@ from jaxserve.messages import (
     FINISH_ABORT,
     FINISH_ERROR,
     AbortRequest,
+    AddEmbedding,
     AddRequest,
     EngineFailed,
     EngineReady,
@@ -33,6 +34,7 @@ from jaxserve.messages import (
     RequestOutput,
     decode_from_engine,
     encode,
+    num_outputs,
 )
 from jaxserve.metrics import EngineMetrics
 
@@ -107,8 +109,8 @@ class Submission:
     """
 
     __slots__ = (
-        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "arrival", "first_output", "names",
-        "prompt_of",
+        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "_was_observed", "arrival", "first_output",
+        "names", "prompt_of",
     )  # fmt: skip
 
     def __init__(self, client: EngineClient, prompt_of: dict[str, int], num_continuations: int) -> None:
@@ -117,6 +119,7 @@ class Submission:
         self.prompt_of = prompt_of
         self.arrival = time.monotonic()
         self.first_output: float | None = None
+        self._was_observed = False
         self._num_open = num_continuations
         self._outputs: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -146,10 +149,12 @@ class Submission:
     def deliver(self, output: RequestOutput) -> None:
         if self.first_output is None:
             self.first_output = time.monotonic()
+        if output.embedding is None and not self._was_observed:
+            self._was_observed = True
             self._client.metrics.observe_first_token(self.first_output - self.arrival)
         if output.finish_reason is not None:
             self._num_open -= 1
-            if output.finish_reason not in (FINISH_ABORT, FINISH_ERROR):
+            if output.finish_reason not in (FINISH_ABORT, FINISH_ERROR) and output.embedding is None:
                 self._client.metrics.observe_finished(
                     time.monotonic() - self.arrival,
                     first_token_seconds=self.first_output - self.arrival,
@@ -282,7 +287,9 @@ class EngineClient:
         """An id that no other request of this or an earlier server has: clients' own ids need not be unique."""
         return f"{self._prefix}-{next(self._numbers):x}"
 
-    def submit(self, messages: list[AddRequest], *, names: frozenset[tuple[str, str]] = frozenset()) -> Submission:
+    def submit(
+        self, messages: Sequence[AddRequest | AddEmbedding], *, names: frozenset[tuple[str, str]] = frozenset()
+    ) -> Submission:
         """Send the prompts of one HTTP request. Raises ApiError 503 if there are too many in flight already, or the
         engine is not there."""
         self.check_ready()
@@ -292,12 +299,12 @@ class EngineClient:
                 code="queue_full",
             )
         prompt_of = {message.request_id: place for place, message in enumerate(messages)}
-        submission = Submission(self, prompt_of, sum(message.params.n for message in messages))
+        submission = Submission(self, prompt_of, sum(map(num_outputs, messages)))
         submission.names = names
         try:
             for message in messages:
                 self._send(encode(message))
-                self._in_flight[message.request_id] = _Entry(submission, message.params.n)
+                self._in_flight[message.request_id] = _Entry(submission, num_outputs(message))
         except zmq.ZMQError:
             self.abort(submission)
             raise unavailable("the engine does not answer; try again", retry_after=5) from None

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.config import EngineConfig
-from jaxserve.messages import FINISH_LENGTH, AddRequest, RequestOutput
+from jaxserve.messages import FINISH_LENGTH, AddEmbedding, AddRequest, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammar import Grammar
 
@@ -46,8 +47,9 @@ class Server:
     responses: ResponseStore
     grammars: GrammarChecker = dataclasses.field(default_factory=GrammarChecker)
 
-    def model(self, name: str | None) -> LoadedModel:
-        """The ready model. Raises ApiError 404 for another model's name, 503 until it is ready."""
+    def model(self, name: str | None, *, task: str = "generate") -> LoadedModel:
+        """The ready model. Raises ApiError 404 for another model's name, 503 until it is ready, 400 for one that only
+        makes embeddings where text is wanted."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
@@ -58,6 +60,11 @@ class Server:
         self.client.check_ready()
         loaded = self.supervisor.loaded
         assert loaded is not None  # it is loaded before the state becomes READY
+        if task == "generate" and loaded.info.task != "generate":
+            raise ApiError(
+                400, f"model: {self.model_name!r} makes embeddings only; use /v1/embeddings", param="model",
+                code="model_not_supported",
+            )  # fmt: skip
         return loaded
 
 
@@ -230,6 +237,49 @@ async def answer(
                 write_timeout_s=server.settings.write_timeout_s,
                 headers=job.headers,
             )
+    except ClientLeft:
+        return Response(status_code=NO_CLIENT)
+    except BaseException:
+        submission.abort()
+        raise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What an HTTP request itself says about its prompts."""
+
+    namespace: str
+    deadline_s: float | None
+    names: frozenset[tuple[str, str]]
+    headers: dict[str, str]
+
+
+def sharing_of(server: Server, http: Request, request: Any) -> Sharing:
+    """request: has request_id and cache_salt. Raises ApiError 400."""
+    client_id = request.request_id or header_id(http)
+    tenant = tenant_of(http)
+    return Sharing(
+        namespace=_namespace(tenant, request.cache_salt),
+        deadline_s=_deadline(http, server.settings.request_timeout_s),
+        names=frozenset() if client_id is None else frozenset({(tenant, client_id)}),
+        headers={} if client_id is None else {"X-Request-Id": client_id},
+    )
+
+
+async def run_to_end(
+    server: Server,
+    http: Request,
+    messages: Sequence[AddRequest | AddEmbedding],
+    shared: Sharing,
+    make_answer: Callable[[list[RequestOutput], dict[str, int]], Any],
+) -> Response:
+    """Answer a request that is not streamed from all its outputs; stop it when the client leaves."""
+    submission = server.client.submit(messages, names=shared.names)
+    try:
+        async with Watch(http.receive, submission.leave):
+            outputs = await gather(submission)
+        body = msgspec.json.encode(make_answer(outputs, submission.prompt_of))
+        return Response(body, media_type="application/json", headers=shared.headers)
     except ClientLeft:
         return Response(status_code=NO_CLIENT)
     except BaseException:

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from jaxserve.server import anthropic_types, generate_types, protocol, response_types, schemas
+from jaxserve.server import anthropic_types, embedding_types, generate_types, protocol, response_types, schemas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-    """What the document says of one route. chunk: one event of a stream; errors: their statuses, 401 aside."""
+    """What the document says of one route. answer: a type, or several of which it is one; chunk: one event of a stream;
+    errors: their statuses, 401 aside."""
 
     summary: str
     request: type | None = None
@@ -25,7 +26,8 @@ class Route:
 
     @property
     def types(self) -> list[Any]:
-        return [kind for kind in (self.request, self.answer, self.chunk) if kind is not None]
+        answers = self.answer if isinstance(self.answer, tuple) else (self.answer,)
+        return [kind for kind in (self.request, *answers, self.chunk) if kind is not None]
 
 
 _POSTED = (400, 404, 408, 413, 415, 429, 500, 503)
@@ -79,6 +81,24 @@ ROUTES: dict[tuple[str, str], Route] = {
         answer=generate_types.Generated | list[generate_types.Generated], chunk=generate_types.Generated,
         errors=(*_POSTED, 409),
     ),
+    ("POST", "/v1/embeddings"): Route(
+        summary="Vectors of texts", request=embedding_types.EmbeddingRequest, answer=embedding_types.EmbeddingList,
+        errors=_POSTED,
+    ),
+    **{
+        ("POST", path): Route(
+            summary="How alike texts are, or how likely labels", request=embedding_types.ScoreRequest,
+            answer=(embedding_types.ScoreList, embedding_types.LabelScores), errors=_POSTED,
+        )
+        for path in ("/v1/score", "/score")
+    },
+    **{
+        ("POST", path): Route(
+            summary="Documents by how well they fit a query", request=embedding_types.RerankRequest,
+            answer=embedding_types.RerankAnswer, errors=_POSTED,
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
     ("POST", "/tokenize"): Route(
         summary="Token ids of a text or a conversation", request=protocol.TokenizeRequest, answer=schemas.Tokens,
         errors=_POSTED,
@@ -186,6 +206,8 @@ def install(app: FastAPI, *, has_keys: bool) -> None:
 
 def _reference(kind: Any) -> dict[str, Any]:
     """Schema of a type; those with a name stand among the components."""
+    if isinstance(kind, tuple):
+        return {"anyOf": [_reference(one) for one in kind]}
     (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema
 

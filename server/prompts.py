@@ -141,6 +141,32 @@ class LoadedModel:
             truncate = max(self.info.max_model_len - (max_tokens or 1), 1)
         return token_ids[-truncate:] if side == "left" else token_ids[:truncate]
 
+    def cut(self, prompt: Prompt, truncate: int, limit: int, *, side: str) -> list[int]:
+        """The prompt with at most `truncate` tokens (-1: `limit`). Of a text only its own tokens are taken away: those
+        that the tokenizer puts around it stay."""
+        if truncate == 0:
+            raise invalid_value("truncate_prompt_tokens", 0, "1 or more, or -1 for as many as fit")
+        size = limit if truncate < 0 else truncate
+        ids = prompt.token_ids
+        if len(ids) <= size:
+            return ids
+        head, tail = self._around(prompt)
+        inner = ids[head : len(ids) - tail]
+        keep = max(0, size - head - tail)
+        kept = inner[len(inner) - keep :] if side == "left" else inner[:keep]
+        return [*ids[:head], *kept, *ids[len(ids) - tail :]][:size]
+
+    def _around(self, prompt: Prompt) -> tuple[int, int]:
+        """How many tokens stand before and behind a text's own."""
+        if prompt.text is None:
+            return 0, 0
+        inner = list(self.tokenizer.encode(prompt.text, add_special_tokens=False, allow_special=False))
+        extra = len(prompt.token_ids) - len(inner)
+        for head in range(extra + 1):
+            if prompt.token_ids[head : head + len(inner)] == inner:
+                return head, extra - head
+        return 0, 0
+
     def room(self, token_ids: list[int], max_tokens: int | None, *, prompt: str, limit: str) -> int:
         """Tokens that may follow. Raises ApiError 400 unless the prompt and `max_tokens` fit into the context.
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from jaxserve.server import anthropic, control, protocol, responses, schemas
+from jaxserve.server import anthropic, control, embeddings, protocol, responses, schemas
 from jaxserve.server.anthropic_types import CountTokensRequest, MessagesRequest
 from jaxserve.server.chat import chat
 from jaxserve.server.completions import complete
+from jaxserve.server.embedding_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.engine_client import EngineState
 from jaxserve.server.errors import ApiError, error_body, internal_error
 from jaxserve.server.generate import generate
@@ -78,6 +79,12 @@ def add_routes(app: FastAPI, server: Server) -> None:
         ("/v1/messages", MessagesRequest, anthropic.create_message),
         ("/v1/messages/count_tokens", CountTokensRequest, anthropic.count_tokens),
         ("/generate", GenerateRequest, generate),
+        ("/v1/embeddings", EmbeddingRequest, embeddings.embed),
+        ("/v1/score", ScoreRequest, embeddings.score),
+        ("/score", ScoreRequest, embeddings.score),
+        ("/rerank", RerankRequest, embeddings.rerank),
+        ("/v1/rerank", RerankRequest, embeddings.rerank),
+        ("/v2/rerank", RerankRequest, embeddings.rerank),
         ("/flush_cache", FlushCacheRequest, control.flush_cache),
         ("/abort_request", AbortRequestBody, control.abort_request),
     ):
@@ -138,7 +145,7 @@ def _add_file(app: FastAPI, path: str, file: Path, media_type: str) -> None:
 
 
 async def tokenize(server: Server, http: Request, request: protocol.TokenizeRequest) -> Response:
-    loaded = server.model(request.model)
+    loaded = server.model(request.model, task="any")
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt: exactly one of prompt and messages must be given", param="prompt")
     if request.messages is not None:
@@ -161,7 +168,7 @@ async def tokenize(server: Server, http: Request, request: protocol.TokenizeRequ
 
 
 async def detokenize(server: Server, http: Request, request: protocol.DetokenizeRequest) -> Response:
-    loaded = server.model(request.model)
+    loaded = server.model(request.model, task="any")
     text = await loaded.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))
     return json_response(schemas.Text(prompt=text))
 

@@ -21,6 +21,7 @@ from jaxserve.detokenizer import Detokenizer, TextStream
 from jaxserve.engine_link import check_address, open_socket, parse_config
 from jaxserve.messages import (
     AbortRequest,
+    AddEmbedding,
     AddRequest,
     EngineFailed,
     EngineReady,
@@ -38,6 +39,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 
 HEARTBEAT_S = 0.2
+EMBEDDING_SIZE = 16
 
 
 @dataclasses.dataclass
@@ -82,6 +84,7 @@ class FakeEngine:
             dtype="float32",
             num_pages=1024,
             page_size=PAGE,
+            embedding_size=EMBEDDING_SIZE,
         )
 
     def run(self) -> None:
@@ -123,6 +126,8 @@ class FakeEngine:
                 return
             if isinstance(message, AddRequest):
                 self.add(message)
+            elif isinstance(message, AddEmbedding):
+                self.embed(message)
             elif isinstance(message, AbortRequest):
                 self.abort(message.request_id)
             elif isinstance(message, Shutdown):
@@ -153,6 +158,20 @@ class FakeEngine:
             ends_at = time.monotonic() + (message.deadline_s or math.inf)
             tokens = self.tokens(key, params)
             self.running.append(Writer(message, index, tokens, stream, num_cached, ends_at=ends_at))
+
+    def embed(self, message: AddEmbedding) -> None:
+        """A bag of tokens: texts with the same tokens have the same vector."""
+        vector = [0.0] * EMBEDDING_SIZE
+        for token in message.prompt:
+            vector[token % EMBEDDING_SIZE] += 1.0
+        vector = vector[: message.dimensions or EMBEDDING_SIZE]
+        length = sum(value * value for value in vector) ** 0.5 if message.normalize else 1.0
+        vector = [value / (length or 1.0) for value in vector]
+        output = RequestOutput(
+            request_id=message.request_id, finish_reason="stop", embedding=vector,
+            num_prompt_tokens=len(message.prompt),
+        )  # fmt: skip
+        self.socket.send(encode(OutputBatch([output])))
 
     def misbehave(self, text: str, message: AddRequest) -> None:
         if "CRASH-NOW" in text:
