@@ -13,6 +13,7 @@ from jaxserve.models.weights.gguf_file import GGUFFile
 _ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 _GATINGS = {0: "", 1: "softmax", 2: "sigmoid", 3: "softmax_topk"}
 _ROPE_DIVISORS = "rope_freqs.weight"
+_LONGROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 _MISSING = object()
 
 
@@ -90,18 +91,27 @@ class GGUFConfig:
         kind = self.get("rope.scaling.type", "none")
         if kind not in _ROPE_TYPES:
             raise ValueError(f"{self.file.path}: rope type: got {kind!r}; allowed: {', '.join(_ROPE_TYPES)}")
-        divisors: tuple[float, ...] = ()
-        if self.has_tensor(_ROPE_DIVISORS):
-            values = GGUFTensors(self.file).read(_ROPE_DIVISORS, np.dtype(np.float32))
-            divisors = tuple(float(value) for value in values.reshape(-1))
+        original = self.integer("rope.scaling.original_context_length", 0)
+        found: dict[str, Any] = {"type": _ROPE_TYPES[kind], "factor": self.number("rope.scaling.factor", 1.0)}
+        if self.has_tensor(_LONGROPE[0]) and self.has_tensor(_LONGROPE[1]):
+            found = {
+                "type": "longrope",
+                "factor": self.integer("context_length") / (original or self.integer("context_length")),
+                "long_divisors": self._divisors(_LONGROPE[0]),
+                "short_divisors": self._divisors(_LONGROPE[1]),
+                "attention_factor": self.get("rope.scaling.attn_factor", None),
+            }
         return RopeConfig(
             theta=self.number("rope.freq_base", theta),
             dim=self.integer("rope.dimension_count", head_dim),
-            type=_ROPE_TYPES[kind],
-            factor=self.number("rope.scaling.factor", 1.0),
-            original_max_position_embeddings=self.integer("rope.scaling.original_context_length", 0),
-            freq_divisors=divisors,
+            original_max_position_embeddings=original,
+            freq_divisors=self._divisors(_ROPE_DIVISORS) if self.has_tensor(_ROPE_DIVISORS) else (),
+            **found,
         )
+
+    def _divisors(self, name: str) -> tuple[float, ...]:
+        values = GGUFTensors(self.file).read(name, np.dtype(np.float32))
+        return tuple(float(value) for value in values.reshape(-1))
 
     def moe(self, **fields: Any) -> MoEConfig:
         """The experts that the metadata describe; `fields` are what the architecture fixes or, for a flag that older

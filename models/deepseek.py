@@ -12,7 +12,7 @@ from jaxserve.models.config_hf import HFConfig
 from jaxserve.models.family import HF_EXPERTS, HF_LAYER, Family
 from jaxserve.models.llama import GGUF_NAMES, HF_NAMES
 from jaxserve.models.rope import yarn_mscale
-from jaxserve.models.weights.derived import Derived, DerivedTensors
+from jaxserve.models.weights.derived import DerivedTensors, rearranged
 from jaxserve.models.weights.tensor_file import TensorFile
 
 _TOP_K_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -127,10 +127,10 @@ def _split_kv_b(stored: str, k_b: str, v_b: str) -> Callable[[TensorFile, ModelC
         derived = {}
         for i in range(config.num_layers):
             source, shape = f"{stored.format(i=i)}.weight", (heads * (nope + value), rank)
-            derived[f"{k_b.format(i=i)}.weight"] = Derived(
+            derived[f"{k_b.format(i=i)}.weight"] = rearranged(
                 source, shape, (heads, rank, nope), lambda values: rows(values)[:, :nope].swapaxes(1, 2)
             )
-            derived[f"{v_b.format(i=i)}.weight"] = Derived(
+            derived[f"{v_b.format(i=i)}.weight"] = rearranged(
                 source, shape, (heads, value, rank), lambda values: rows(values)[:, nope:]
             )
         return DerivedTensors(file, derived)

@@ -35,6 +35,7 @@ Progress = Callable[[str, int, int], None]
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _MAX_LISTED = 8
 _HEADLESS = "class_without_head"  # in HFConfig.content: the name of a class that has no head
+_READ_BY_FAMILIES = ("mxfp4",)  # ways of storing weights that a family's names take care of
 _LAYER_PREFIX = r"(?:model\.layers|blk)\.(\d+)\."
 
 
@@ -141,8 +142,8 @@ def _hf_config(folder: Path) -> HFConfig:
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
     content = read_json(path)
-    if content.get("quantization_config"):
-        method = content["quantization_config"].get("quant_method")
+    method = (content.get("quantization_config") or {}).get("quant_method", "")
+    if content.get("quantization_config") and method not in _READ_BY_FAMILIES:
         raise ValueError(f"{path}: quantization_config: got {method!r}; allowed: unquantised weights, or GGUF")
     names = content.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str) and names[0].endswith("Model"):

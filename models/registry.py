@@ -20,6 +20,11 @@ HF_ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe",
     "Qwen3MoeForCausalLM": "qwen_moe",
+    "Phi3ForCausalLM": "phi",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmo",
+    "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
 }
@@ -31,6 +36,11 @@ GGUF_ARCHITECTURES = {
     "gemma3": "gemma",
     "qwen2moe": "qwen_moe",
     "qwen3moe": "qwen_moe",
+    "phi3": "phi",
+    "smollm3": "smollm3",
+    "olmo2": "olmo",
+    "olmoe": "olmo",
+    "gpt-oss": "gpt_oss",
     "deepseek2": "deepseek",
 }
 

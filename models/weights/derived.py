@@ -11,18 +11,23 @@ from jaxserve.models.weights.tensor_file import TensorFile
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """A tensor made of a stored one.
+    """A tensor made of stored ones.
 
-    source         name of the stored tensor
-    source_shape   its shape; a file that stores another one does not have the derived tensor
-    shape          of the result
-    build          values of the stored tensor -> of the result, in the same dtype
+    sources   name -> shape of the stored tensors; a file without them, in these shapes, has no such derived tensor
+    shape     of the result
+    build     (file, dtype) -> the values
     """
 
-    source: str
-    source_shape: tuple[int, ...]
+    sources: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
-    build: Callable[[np.ndarray], np.ndarray]
+    build: Callable[[TensorFile, np.dtype], np.ndarray]
+
+
+def rearranged(
+    source: str, stored: tuple[int, ...], shape: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray]
+) -> Derived:
+    """The values of one tensor in another order, or a part of them."""
+    return Derived({source: stored}, shape, lambda file, dtype: change(file.read(source, dtype)))
 
 
 class DerivedTensors:
@@ -32,10 +37,12 @@ class DerivedTensors:
         self.file, self.path = file, file.path
         stored = file.shapes
         self._derived = {
-            name: tensor for name, tensor in derived.items() if stored.get(tensor.source) == tensor.source_shape
+            name: tensor
+            for name, tensor in derived.items()
+            if all(stored.get(source) == shape for source, shape in tensor.sources.items())
         }
-        sources = {tensor.source for tensor in self._derived.values()}
-        self._shapes = {name: shape for name, shape in stored.items() if name not in sources}
+        used = {source for tensor in self._derived.values() for source in tensor.sources}
+        self._shapes = {name: shape for name, shape in stored.items() if name not in used}
         self._shapes |= {name: tensor.shape for name, tensor in self._derived.items()}
 
     @property
@@ -43,13 +50,10 @@ class DerivedTensors:
         return self._shapes
 
     def where(self, name: str) -> str:
-        return self.file.where(self._derived[name].source if name in self._derived else name)
+        return self.file.where(next(iter(self._derived[name].sources)) if name in self._derived else name)
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        if name not in self._derived:
-            return self.file.read(name, dtype)
-        tensor = self._derived[name]
-        return tensor.build(self.file.read(tensor.source, dtype))
+        return self._derived[name].build(self.file, dtype) if name in self._derived else self.file.read(name, dtype)
 
     def stored(self, name: str) -> tuple[str, np.ndarray] | None:
         return None if name in self._derived else self.file.stored(name)

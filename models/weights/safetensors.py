@@ -54,13 +54,14 @@ class SafetensorsTensors:
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
+        is_raw = dtype == np.uint8 and entry.dtype == "U8"
+        if entry.dtype not in _DTYPES and not is_raw:
             raise ValueError(f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; allowed: {', '.join(_DTYPES)}")
         if entry.file not in self._maps:
             # One open map at a time: pages of a shard that has been read leave memory with its map.
             self._maps.clear()
             self._maps[entry.file] = np.memmap(entry.file, np.uint8, "r")
-        stored = _DTYPES[entry.dtype]
+        stored = np.dtype(np.uint8) if is_raw else _DTYPES[entry.dtype]
         end = entry.start + math.prod(entry.shape) * stored.itemsize
         values = np.frombuffer(self._maps[entry.file][entry.start : end], stored).reshape(entry.shape)
         return np.array(values, dtype)

@@ -26,7 +26,8 @@ class TensorFile(Protocol):
         ...
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """A fresh array of the tensor's values, rounded once to `dtype` (float32 or bfloat16)."""
+        """A fresh array of the tensor's values, rounded once to `dtype` (float32 or bfloat16); of a tensor of bytes,
+        as they are (uint8)."""
         ...
 
     def stored(self, name: str) -> tuple[str, np.ndarray] | None:
