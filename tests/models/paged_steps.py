@@ -58,6 +58,13 @@ class PagedSteps:
     def start(self) -> Sequence:
         return Sequence([int(self.free.pop()) for _ in range(self.pages_per_row)])
 
+    def forget(self, sequence: Sequence) -> None:
+        """Take a sequence's pages away: they hold NaN again and go to whoever starts next."""
+        lost = jnp.asarray(sequence.pages)
+        self.pages = KVPages(tuple(layer.at[lost].set(jnp.nan) for layer in self.pages.layers))
+        self.free.extend(sequence.pages)
+        sequence.pages = []
+
     def run(self, work: list[tuple[Sequence, list[int]]]) -> list[np.ndarray]:
         """Compute the given new tokens of each sequence in one step. Returns their logits [tokens, V] per sequence."""
         size, rows, page_size = self.size, self.rows, self.page_size
