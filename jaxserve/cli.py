@@ -10,7 +10,8 @@ import typer
 
 import jaxserve
 from jaxserve.bench.command import bench_app
-from jaxserve.cli_options import refuse_engine_options, with_engine_options
+from jaxserve.cli_fleet import RoutingOptions, run_router_command
+from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.sampling_params import SamplingParams
 
@@ -65,6 +66,29 @@ def serve(
         host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name
     )  # fmt: skip
     raise typer.Exit(run_server(config, settings))
+
+
+@app.command()
+@with_options_of("routing", RoutingOptions)
+def router(
+    routing: RoutingOptions,
+    workers: Annotated[
+        list[str] | None, typer.Option("--workers", help="Address of a worker (http://HOST:PORT); several times.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; passed on to workers.")
+    ] = None,
+    worker_key: Annotated[
+        str | None, typer.Option(help="Key for the router's own questions to workers.", envvar="JAXSERVE_WORKER_KEY")
+    ] = None,
+) -> None:
+    """Serve many servers as one: requests go where their prefix is cached, unless load is out of balance."""
+    status = run_router_command(
+        routing, workers=workers or [], host=host, port=port, api_keys=api_key or [], worker_key=worker_key
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -10,10 +10,9 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -22,6 +21,7 @@ from jaxserve.server.auth import ApiKeys
 from jaxserve.server.engine_client import EngineClient, EngineState
 from jaxserve.server.errors import unavailable
 from jaxserve.server.generation import Server
+from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.openapi import install
 from jaxserve.server.prompts import LoadedModel
 from jaxserve.server.response_store import ResponseStore
@@ -105,7 +105,7 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        listener = _listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port)
     except OSError as error:
         print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ADDRESS
@@ -122,9 +122,9 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.drain_s) + _AFTER_DRAIN_S,
     )
-    address = _address(listener)
+    address = address_of(listener)
     print(f"jaxserve: {app.state.server.model_name} on {address} (loading; /ready tells when)", file=sys.stderr)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_HttpServer(uvicorn_config, app).serve(sockets=[listener]))
     failure = app.state.server.supervisor.failure
     if failure is not None:
@@ -170,35 +170,6 @@ class _HttpServer(uvicorn.Server):
     def _on_engine_end(self) -> None:
         # After a failure there is nothing left to serve; after a stop this changes nothing.
         self.should_exit = True
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not made for Windows
-        return None
-    return uvloop.new_event_loop
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Binding before the model is loaded tells at once if the port is taken."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _model_name(model: str) -> str:

@@ -1,0 +1,247 @@
+"""The router as an application and as a process.
+
+Clients see one server with the API of its workers. /workers is the admin API; /health, /ready and /metrics are the
+router's own; everything else that workers have is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from jaxserve.server.auth import ApiKeys
+from jaxserve.server.errors import ApiError, internal_error, unavailable
+from jaxserve.server.generation import TENANT
+from jaxserve.server.listening import address_of, listen, loop_factory
+from jaxserve.server.router.admin import AdminApi
+from jaxserve.server.router.fleet import Fleet
+from jaxserve.server.router.kv_events import KVEventReader
+from jaxserve.server.router.limits import RateLimit
+from jaxserve.server.router.metrics import RouterMetrics
+from jaxserve.server.router.probes import Probes
+from jaxserve.server.router.proxy import Proxy, Receive, Send
+from jaxserve.server.router.settings import RouterSettings
+from jaxserve.server.router.worker import Worker
+
+from jaxserve.metrics import CONTENT_TYPE
+
+logger = logging.getLogger(__name__)
+
+EXIT_ADDRESS = 2
+_KEEP_ALIVE_S = 20
+_AFTER_DRAIN_S = 5
+_PASSED_GETS = ("/v1/models", "/version", "/openapi.json", "/web/")
+_PASSED_POSTS = ("/v1/", "/tokenize", "/detokenize")
+
+Scope = dict[str, Any]
+
+
+class RouterApp:
+    """An ASGI application."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings)
+        self.metrics = RouterMetrics(self.fleet)
+        self.proxy = Proxy(settings, self.fleet, self.metrics)
+        self.probes = Probes(settings, self.fleet, self.proxy)
+        self.events = KVEventReader(settings, self.fleet, self.proxy, self.probes.headers)
+        self.is_stopping = False
+        self._limit = RateLimit(settings.requests_per_second, settings.burst)
+        self._admin = AdminApi(settings, self.fleet)
+        self._admin_digest = hashlib.sha256((settings.admin_key or "").encode()).digest()
+        self._guarded = ApiKeys(self._route, settings.api_keys) if settings.api_keys else self._route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            is_admin = scope["path"] == "/workers" or scope["path"].startswith("/workers/")
+            await (self._route if is_admin else self._guarded)(scope, receive, send)
+
+    async def start(self) -> None:
+        """Begin to ask the workers. Runs on the event loop that serves."""
+        self.fleet.on_added = self._on_added
+        self.fleet.on_removed = self._on_removed
+        for url in self.settings.workers:
+            self.fleet.add(url)
+
+    async def stop(self) -> None:
+        self.probes.close()
+        self.events.close()
+        self.proxy.close()
+
+    def _on_added(self, worker: Worker) -> None:
+        self.probes.start(worker)
+        self.events.start(worker)
+
+    def _on_removed(self, worker: Worker) -> None:
+        self.probes.stop(worker)
+        self.events.stop(worker)
+        self.proxy.remove_worker(worker)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def sending(message: dict[str, Any]) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._dispatch(scope, receive, sending)
+        except ApiError as error:
+            if has_started:
+                raise
+            await answer(send, error.status, error.encode(), error.headers)
+        except Exception:
+            logger.exception("a request failed in the router")
+            if has_started:
+                raise
+            error = internal_error()
+            await answer(send, error.status, error.encode(), error.headers)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path == "/health":
+            await answer(send, 200, b'{"status":"ok"}')
+        elif path == "/ready":
+            await self._ready(send)
+        elif path == "/metrics":
+            await answer(send, 200, self.metrics.render(), {"Content-Type": CONTENT_TYPE})
+        elif path == "/workers" or path.startswith("/workers/"):
+            self._check_admin(scope)
+            status, document = await self._admin(method, path, scope["query_string"], receive)
+            await answer(send, status, msgspec.json.encode(document))
+        elif (method == "POST" and path.startswith(_PASSED_POSTS)) or (
+            method in ("GET", "HEAD") and (path == "/" or path.startswith(_PASSED_GETS))
+        ):
+            if self.is_stopping:
+                raise unavailable("the router is shutting down", retry_after=5, code="shutting_down")
+            if method == "POST":
+                self._check_rate(scope)
+            await self.proxy(scope, receive, send)
+        else:
+            raise ApiError(404, f"{method} {path[:100]}: no such path", code="not_found")
+
+    async def _ready(self, send: Send) -> None:
+        is_ready = len(self.fleet.loads) > 0 and not self.is_stopping
+        status = "stopping" if self.is_stopping else "ready" if is_ready else "no worker is ready"
+        headers = {} if is_ready else {"Retry-After": "1"}
+        await answer(send, 200 if is_ready else 503, msgspec.json.encode({"status": status}), headers)
+
+    def _check_rate(self, scope: Scope) -> None:
+        client = scope.get(TENANT) or (scope["client"][0] if scope.get("client") else "")
+        wait_s = self._limit.take(client)
+        if wait_s:
+            self.metrics.num_limited += 1
+            raise ApiError(
+                429,
+                f"more than {self.settings.requests_per_second:g} requests per second",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=max(1, round(wait_s + 0.5)),
+            )
+
+    def _check_admin(self, scope: Scope) -> None:
+        if self.settings.admin_key is None:
+            raise ApiError(404, "/workers: there is no admin API; start the router with an admin key", code="not_found")
+        sent = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                sent = value[7:].strip()
+        if not hmac.compare_digest(hashlib.sha256(sent).digest(), self._admin_digest):
+            raise ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
+
+
+async def answer(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """A whole answer; JSON unless the headers say otherwise."""
+    fields = {"Content-Type": "application/json", **(headers or {}), "Content-Length": str(len(body))}
+    if status in (408, 413):
+        fields["Connection"] = "close"  # the rest of the body is not read
+    pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+def uvicorn_config(app: RouterApp) -> uvicorn.Config:
+    """How the router is served, in a process of its own and in tests."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        log_config=None,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(app.settings.drain_s) + _AFTER_DRAIN_S,
+    )
+
+
+def run_router(settings: RouterSettings) -> int:
+    """Serve until SIGTERM or SIGINT, then let requests finish for drain_s. Returns the exit status: 0, 2 if the
+    address cannot be listened on, 128 + n after a second signal n."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_ADDRESS
+    app = RouterApp(settings)
+    print(
+        f"jaxserve: router on {address_of(listener)} ({len(settings.workers)} workers, {settings.policy})",
+        file=sys.stderr,
+        flush=True,
+    )
+    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(RouterServer(app).serve(sockets=[listener]))
+    return 0
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn with our handling of signals: the first lets requests finish, the second ends the process."""
+
+    def __init__(self, app: RouterApp) -> None:
+        super().__init__(uvicorn_config(app))
+        self._app = app
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.should_exit:
+            os._exit(128 + number)
+        logger.info("%s: finishing %d requests", signal.Signals(number).name, self._app.proxy.num_open)
+        self._app.is_stopping = True
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(self._app.settings.drain_s, self._app.proxy.close)
