@@ -10,7 +10,7 @@ import typer
 
 import jaxserve
 from jaxserve.bench.command import bench_app
-from jaxserve.cli_fleet import RoutingOptions, run_router_command
+from jaxserve.cli_fleet import RoutingOptions, run_router_command, serve_replicas
 from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.sampling_params import SamplingParams
@@ -57,9 +57,19 @@ def serve(
         list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API. Default: MODEL.")] = None,
+    replicas: Annotated[int, typer.Option(help="Engines to run, behind a router.", min=1)] = 1,
+    route: Annotated[str, typer.Option(help="With --replicas, which engine gets a request (see: router).")] = (
+        "cache_aware"
+    ),
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
     config = EngineConfig(model=model, **engine)
+    if replicas > 1:
+        status = serve_replicas(
+            config, {"served_model_name": served_model_name}, count=replicas, policy=route, host=host, port=port,
+            api_keys=api_key or [],
+        )  # fmt: skip
+        raise typer.Exit(status)
     from jaxserve.server.app import ServerSettings, run_server
 
     settings = ServerSettings(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Annotated, Any
 
 import typer
 
+from jaxserve.config import EngineConfig
 from jaxserve.routing.policy import DEFAULT_CAPACITY, POLICY_NAMES
 
 _BALANCE_HELP = "A worker is left alone while its load exceeds the lowest by more than this"
@@ -69,3 +71,24 @@ def run_router_command(
         **options.fields(),
     )
     return run_router(settings)
+
+
+def serve_replicas(
+    config: EngineConfig, server: dict[str, Any], *, count: int, policy: str, host: str, port: int, api_keys: list[str]
+) -> int:
+    """Serve `count` engines behind a router; returns the exit status. server: fields of ServerSettings."""
+    from jaxserve.server.router.app import run_router
+    from jaxserve.server.router.replicas import ReplicaPlan
+    from jaxserve.server.router.settings import RouterSettings
+    from jaxserve.server.settings import ServerSettings
+
+    plan = ReplicaPlan(config, ServerSettings(api_keys=tuple(api_keys), **server), count)
+    settings = RouterSettings(
+        host=host,
+        port=port,
+        policy=policy,
+        api_keys=tuple(api_keys),
+        worker_key=api_keys[0] if api_keys else None,
+        admin_key=os.environ.get("JAXSERVE_ADMIN_KEY") or None,
+    )
+    return run_router(settings, plan)

@@ -1,4 +1,4 @@
-"""An approximate picture of what each worker has cached: a radix tree over bytes, made from what was sent where. No jax.
+"""An approximate picture of what each worker has cached: a radix tree over bytes, from what was sent where. No jax.
 
 Bytes are text in UTF-8 or token ids as int32: the tree does not care. It is a guess, since a worker evicts without
 telling; PageIndex is the same thing from what workers tell. The idea of one tree with a set of workers at each node is

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from jaxserve.server.router.limits import RateLimit
 from jaxserve.server.router.metrics import RouterMetrics
 from jaxserve.server.router.probes import Probes
 from jaxserve.server.router.proxy import Proxy, Receive, Send
+from jaxserve.server.router.replicas import ReplicaPlan, Replicas
 from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.worker import Worker
 
@@ -37,7 +38,7 @@ from jaxserve.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
-EXIT_ADDRESS = 2
+EXIT_REPLICA, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 20
 _AFTER_DRAIN_S = 5
 _PASSED_GETS = ("/v1/models", "/version", "/openapi.json", "/web/")
@@ -47,10 +48,13 @@ Scope = dict[str, Any]
 
 
 class RouterApp:
-    """An ASGI application."""
+    """An ASGI application. plan: replicas to start and stop with it."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, plan: ReplicaPlan | None = None) -> None:
         self.settings = settings
+        self.plan = plan
+        self.replicas: Replicas | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self.fleet = Fleet(settings)
         self.metrics = RouterMetrics(self.fleet)
         self.proxy = Proxy(settings, self.fleet, self.metrics)
@@ -75,8 +79,14 @@ class RouterApp:
         self.fleet.on_removed = self._on_removed
         for url in self.settings.workers:
             self.fleet.add(url)
+        if self.plan is not None:
+            self.replicas = Replicas(self.plan, self.fleet)
+            self.replicas.failure.add_done_callback(lambda failure: self.on_failure())
+            self.replicas.start()
 
     async def stop(self) -> None:
+        if self.replicas is not None:
+            await self.replicas.stop(self.settings.drain_s + _AFTER_DRAIN_S)
         self.probes.close()
         self.events.close()
         self.proxy.close()
@@ -199,23 +209,27 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     )
 
 
-def run_router(settings: RouterSettings) -> int:
-    """Serve until SIGTERM or SIGINT, then let requests finish for drain_s. Returns the exit status: 0, 2 if the
-    address cannot be listened on, 128 + n after a second signal n."""
+def run_router(settings: RouterSettings, plan: ReplicaPlan | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then let requests finish for drain_s. Returns the exit status: 0, 1 if a replica
+    could not be started, 2 if the address cannot be listened on, 128 + n after a second signal n."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
         print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ADDRESS
-    app = RouterApp(settings)
+    app = RouterApp(settings, plan)
+    num_workers = len(settings.workers) + (0 if plan is None else plan.count)
     print(
-        f"jaxserve: router on {address_of(listener)} ({len(settings.workers)} workers, {settings.policy})",
+        f"jaxserve: router on {address_of(listener)} ({num_workers} workers, {settings.policy})",
         file=sys.stderr,
         flush=True,
     )
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(RouterServer(app).serve(sockets=[listener]))
+    if app.replicas is not None and app.replicas.failure.done():
+        print(f"jaxserve: {app.replicas.failure.result()}", file=sys.stderr)
+        return EXIT_REPLICA
     return 0
 
 
@@ -225,6 +239,10 @@ class RouterServer(uvicorn.Server):
     def __init__(self, app: RouterApp) -> None:
         super().__init__(uvicorn_config(app))
         self._app = app
+        app.on_failure = self._on_failure
+
+    def _on_failure(self) -> None:
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -83,14 +83,14 @@ class Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         """The exchange is over: keep the connection for another if it was read to its end, else close it."""
-        if self._is_complete and not self._chunks and self._transport is not None and self._error is None:
-            if self._keeps_alive and not self._transport.is_closing():
-                self._num_served += 1
-                self._reset()
-                self._parser = httptools.HttpResponseParser(self)
-                self._pool.put_back(self)
-                return
-        self.close()
+        was_read = self._is_complete and not self._chunks and self._error is None
+        if not was_read or not self._keeps_alive or self._transport is None or self._transport.is_closing():
+            self.close()
+            return
+        self._num_served += 1
+        self._reset()
+        self._parser = httptools.HttpResponseParser(self)
+        self._pool.put_back(self)
 
     def fail(self, reason: str) -> None:
         """End the exchange from outside (timeouts, a client that left)."""

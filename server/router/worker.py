@@ -114,6 +114,7 @@ class Worker:
         self.in_flight = 0
         self.is_draining = False
         self.is_ready = False  # until a probe has said so
+        self.was_ready = False  # ever
         self.why_not_ready = "not asked yet"
         self.report = WorkerReport()
         self.max_rows: int | None = None  # requests it runs at once, once seen
@@ -152,7 +153,7 @@ class Worker:
         """The outcome of a probe; None: it is ready."""
         if problem is None:
             self._num_failed_probes = 0
-            self.is_ready, self.why_not_ready = True, ""
+            self.is_ready, self.was_ready, self.why_not_ready = True, True, ""
             return
         self._num_failed_probes += 1
         if self._num_failed_probes >= self._probe_failures or not self.is_ready:

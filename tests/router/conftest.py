@@ -47,7 +47,7 @@ class Cluster:
         server.config.host, server.config.port = "127.0.0.1", 0
         serving = asyncio.run_coroutine_threadsafe(server._serve(), self.loop)
         wait_for(lambda: server.started)
-        url = "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         self.http = httpx.Client(base_url=url, timeout=20)
         try:
             if wait:

@@ -39,7 +39,7 @@ def test_a_worker_that_closes_without_an_answer_is_left_for_another(cluster: Clu
 
 
 def test_a_worker_that_answers_503_is_left_for_another(cluster: Cluster) -> None:
-    first, second = cluster.start_workers(2)
+    first, _ = cluster.start_workers(2)
     first.behaviour = "503"
     with cluster.router(policy="round_robin", probe_interval_s=30.0):
         assert [cluster.post().status_code for _ in range(6)] == [200] * 6
@@ -65,7 +65,7 @@ def test_a_request_waits_for_a_worker_that_comes_back(cluster: Cluster) -> None:
         answers: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: answers.append(cluster.post()))
         waiting.start()
-        wait_for(lambda: cluster.app is not None and cluster.app.fleet.num_waiting == 1)
+        wait_for(lambda: cluster.app.fleet.num_waiting == 1)
         cluster.run(worker.start())
         waiting.join(10)
         assert answers[0].status_code == 200
@@ -131,7 +131,7 @@ def test_nothing_is_lost_while_a_worker_dies_and_comes_back(cluster: Cluster) ->
 
 
 def test_failures_open_the_circuit_and_one_trial_closes_it(cluster: Cluster) -> None:
-    first, second = cluster.start_workers(2)
+    first, _ = cluster.start_workers(2)
     first.behaviour = "500"  # passed on: another worker would say the same
     with cluster.router(policy="round_robin", breaker_failures=2, breaker_cooldown_s=0.4):
         codes = [cluster.post().status_code for _ in range(8)]
@@ -151,7 +151,6 @@ def test_a_client_that_leaves_frees_the_worker(cluster: Cluster) -> None:
         with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_bytes())
         wait_for(lambda: worker.num_left >= 1)
-        assert cluster.app is not None
         wait_for(lambda: cluster.app.fleet.in_flight == 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
@@ -55,7 +56,6 @@ def test_connections_to_workers_are_used_again(cluster: Cluster) -> None:
     with cluster.router(probe_interval_s=30.0):
         for _ in range(20):
             assert cluster.post().status_code == 200
-        assert cluster.app is not None
         assert len(worker._writers) == 1
 
 
@@ -144,13 +144,11 @@ def test_workers_are_added_drained_and_removed_at_run_time(cluster: Cluster) -> 
         assert {cluster.post(str(n)).json()["worker"] for n in range(10, 18)} == {"w0", "w1"}
         first.num_chunks, first.gap_s = 10, 0.05
         second.num_chunks, second.gap_s = 10, 0.05
-        import threading
-
         events: list[list[object]] = []
         streams = [threading.Thread(target=lambda n=n: events.append(cluster.stream(f"s{n}"))) for n in range(4)]
         for stream in streams:
             stream.start()
-        wait_for(lambda: cluster.app is not None and cluster.app.fleet.in_flight == 4)
+        wait_for(lambda: cluster.app.fleet.in_flight == 4)
         answer = cluster.http.post("/workers/drain", json={"url": first.url}, headers=ADMIN)
         assert answer.status_code == 202 and answer.json()["state"] == "draining"
         assert {cluster.post(f"new {n}").json()["worker"] for n in range(3)} == {"w1"}
@@ -171,8 +169,6 @@ def test_bad_addresses_of_workers_are_refused(cluster: Cluster, url: str) -> Non
 
 
 def test_more_than_a_worker_may_get_waits_in_order(cluster: Cluster) -> None:
-    import threading
-
     (worker,) = cluster.start_workers(1)
     worker.delay_s = 0.1
     with cluster.router(max_worker_in_flight=1):
@@ -186,9 +182,7 @@ def test_more_than_a_worker_may_get_waits_in_order(cluster: Cluster) -> None:
         for number in range(4):
             threads.append(threading.Thread(target=ask, args=(number,)))
             threads[-1].start()
-            wait_for(
-                lambda n=number: cluster.app is not None and cluster.app.proxy.num_open >= min(n + 1, 4) - len(order)
-            )
+            wait_for(lambda n=number: cluster.app.proxy.num_open >= min(n + 1, 4) - len(order))
             time.sleep(0.02)
         for thread in threads:
             thread.join()
@@ -215,7 +209,6 @@ def test_a_restarted_worker_has_an_empty_cache(cluster: Cluster) -> None:
     with cluster.router():
         prompt = "a prefix that was cached once " * 10
         assert cluster.post(prompt).json()["worker"] == "w0"
-        assert cluster.app is not None
         index = cluster.app.fleet.policy.index
         assert index.size(first.url) > 0
         wait_for(lambda: cluster.app.probes._lives.get(first.url) is not None)
