@@ -51,6 +51,9 @@ class GGUFConfig:
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
 
+    def has_experts(self, layer: int) -> bool:
+        return self.has_tensor(f"blk.{layer}.ffn_gate_inp.weight")
+
     def common(self, *, has_experts: bool = False, head_dim: int | None = None) -> dict[str, Any]:
         """The ModelConfig fields that every decoder family reads the same way; `head_dim` where it is not stated as
         usual."""
@@ -93,6 +96,9 @@ class GGUFConfig:
             raise ValueError(f"{self.file.path}: rope type: got {kind!r}; allowed: {', '.join(_ROPE_TYPES)}")
         original = self.integer("rope.scaling.original_context_length", 0)
         found: dict[str, Any] = {"type": _ROPE_TYPES[kind], "factor": self.number("rope.scaling.factor", 1.0)}
+        if kind == "yarn":
+            found["beta_fast"] = self.number("rope.scaling.yarn_beta_fast", 32.0)
+            found["beta_slow"] = self.number("rope.scaling.yarn_beta_slow", 1.0)
         if self.has_tensor(_LONGROPE[0]) and self.has_tensor(_LONGROPE[1]):
             found = {
                 "type": "longrope",

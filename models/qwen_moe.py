@@ -49,11 +49,11 @@ def _read_hf(hf: HFConfig) -> ModelConfig:
 def _read_gguf(gguf: GGUFConfig) -> ModelConfig:
     common = gguf.common(has_experts=True)
     is_qwen2 = gguf.architecture == "qwen2moe"
-    layer = LayerConfig(rope=gguf.rope(common["head_dim"]), uses_moe=True)
+    rope = gguf.rope(common["head_dim"])
     return ModelConfig(
         **common,
         family="qwen_moe",
-        layers=(layer,) * common["num_layers"],
+        layers=tuple(LayerConfig(rope=rope, uses_moe=gguf.has_experts(i)) for i in range(common["num_layers"])),
         has_qkv_bias=is_qwen2,
         qk_norm="none" if is_qwen2 else "per_head",
         moe=gguf.moe(normalize_top_k=not is_qwen2, has_shared_gate=is_qwen2),
