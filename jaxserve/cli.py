@@ -61,19 +61,27 @@ def serve(
     route: Annotated[str, typer.Option(help="With --replicas, which engine gets a request (see: router).")] = (
         "cache_aware"
     ),
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model writes tool calls. auto: as its chat template says.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How the model reasons: auto, none, qwen3, deepseek_r1, gpt_oss.")
+    ] = "auto",
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
     config = EngineConfig(model=model, **engine)
+    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
     if replicas > 1:
         status = serve_replicas(
-            config, {"served_model_name": served_model_name}, count=replicas, policy=route, host=host, port=port,
-            api_keys=api_key or [],
+            config, {"served_model_name": served_model_name, **parsers}, count=replicas, policy=route, host=host,
+            port=port, api_keys=api_key or [],
         )  # fmt: skip
         raise typer.Exit(status)
     from jaxserve.server.app import ServerSettings, run_server
 
     settings = ServerSettings(
-        host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name
+        host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name,
+        **parsers,
     )  # fmt: skip
     raise typer.Exit(run_server(config, settings))
 

@@ -104,6 +104,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._template_texts)
 
+    def template_text(self, *, with_tools: bool = False) -> str:
+        """The template that apply_chat_template() uses, with or without tools; "" if there is none."""
+        return self._template_texts[self._template_name(with_tools)] if self._template_texts else ""
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
@@ -138,7 +142,7 @@ class Tokenizer:
         guarded, guard = guard_conversation(
             messages, tools, template_kwargs, self._control, mark_end=continue_final_message
         )
-        text = self._template("tool_use" if tools else "default").render(
+        text = self._template(with_tools=bool(tools)).render(
             guarded.messages,
             tools=guarded.tools,
             add_generation_prompt=add_generation_prompt,
@@ -152,13 +156,18 @@ class Tokenizer:
             text = text[: text.rindex(END_MARK)]
         return text, guard
 
-    def _template(self, name: str) -> ChatTemplate:
+    def _template_name(self, with_tools: bool) -> str:
+        name = "tool_use" if with_tools else "default"
+        if name in self._template_texts:
+            return name
+        return "default" if "default" in self._template_texts else next(iter(self._template_texts))
+
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
         if not self._template_texts:
             raise ValueError(
                 "messages: this model has no chat template; allowed: /v1/completions, or a model whose files hold one"
             )
-        if name not in self._template_texts:
-            name = "default" if "default" in self._template_texts else next(iter(self._template_texts))
+        name = self._template_name(with_tools)
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._template_texts[name])
         return self._templates[name]

@@ -24,10 +24,12 @@ from jaxserve.server.generation import Server
 from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.openapi import install
 from jaxserve.server.prompts import LoadedModel
+from jaxserve.server.reasoning.styles import resolve_style
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.routes import add_routes
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.supervisor import Supervisor
+from jaxserve.server.tools.formats import resolve_format
 
 import jaxserve
 from jaxserve.config import EngineConfig
@@ -50,7 +52,14 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
     client = EngineClient(EngineMetrics(name), max_in_flight=settings.max_in_flight)
 
     def load(model: ModelInfo) -> LoadedModel:
-        return LoadedModel(model, load_tokenizer(model.tokenizer_path))
+        tokenizer = load_tokenizer(model.tokenizer_path)
+        template = tokenizer.template_text(with_tools=True)
+        return LoadedModel(
+            model,
+            tokenizer,
+            tool_format=resolve_format(settings.tool_call_parser, template),
+            reasoning_style=resolve_style(settings.reasoning_parser, template),
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

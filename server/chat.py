@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import msgspec
 from jaxserve.server import schemas
+from jaxserve.server.answer_parts import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    PartParser,
+    Reasoning,
+    WholeAnswer,
+    read_answer,
+)
+from jaxserve.server.answer_plan import plan_answer, plan_tools, template_arguments
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Job, Server, answer, checked_grammar, make_job
+from jaxserve.server.generation import Job, Server, answer, make_job
 from jaxserve.server.options import chat_logprobs, chat_max_tokens, sampling_options
 from jaxserve.server.prompts import Prompt
 from jaxserve.server.protocol import ChatCompletionRequest
@@ -14,7 +28,7 @@ from jaxserve.server.tokens import chat_scores, prompt_scores
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.messages import RequestOutput, TokenLogprob
+from jaxserve.messages import FINISH_STOP, RequestOutput, TokenLogprob
 
 _encode = msgspec.json.encode
 
@@ -40,15 +54,20 @@ async def chat_job(
     loaded = server.model(request.model)
     options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
     chat_logprobs(request, options)
-    options["grammar"] = await checked_grammar(server, loaded, request)
+    use = await plan_tools(server, request)
     max_tokens, limit_name = chat_max_tokens(request)
     token_ids = await loaded.encode_chat(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        template_kwargs=request.chat_template_kwargs,
+        template_kwargs=template_arguments(request, loaded),
+        tools=None if use is None else [msgspec.to_builtins(tool) for tool in request.tools or ()],
     )
-    return make_job(
+    plan = await plan_answer(server, loaded, request, use, token_ids)
+    options["grammar"] = plan.grammar
+    if plan.keeps_control:
+        options["skip_special_tokens"] = False
+    job = make_job(
         server,
         http,
         request,
@@ -61,6 +80,7 @@ async def chat_job(
         id_prefix=id_prefix,
         names={"logprobs": "top_logprobs", "max_tokens": limit_name},
     )
+    return dataclasses.replace(job, make_parser=plan.make_parser, shows_reasoning=plan.shows_reasoning)
 
 
 def chat_completion(request: ChatCompletionRequest, job: Job, outputs: list[RequestOutput]) -> schemas.ChatCompletion:
@@ -88,11 +108,16 @@ def chat_completion(request: ChatCompletionRequest, job: Job, outputs: list[Requ
 
 def _choice(request: ChatCompletionRequest, job: Job, index: int, outputs: list[RequestOutput]) -> schemas.ChatChoice:
     last = outputs[-1]
+    text = "".join([output.text for output in outputs])
+    message, reason = schemas.AssistantMessage(content=text), last.finish_reason
+    if job.make_parser is not None:
+        message, has_calls = _message(read_answer(job.make_parser(), text), job)
+        reason = _reason(reason, has_calls)
     choice = schemas.ChatChoice(
         index=index,
-        message=schemas.AssistantMessage(content="".join([output.text for output in outputs])),
+        message=message,
         logprobs=None,
-        finish_reason=last.finish_reason,  # type: ignore[arg-type]  # errors were raised before
+        finish_reason=reason,  # type: ignore[arg-type]  # errors were raised before
         stop_reason=last.stop_reason,
     )
     if request.logprobs:
@@ -101,6 +126,26 @@ def _choice(request: ChatCompletionRequest, job: Job, index: int, outputs: list[
     if request.return_token_ids:
         choice.token_ids = [token for output in outputs for token in output.token_ids]
     return choice
+
+
+def _message(whole: WholeAnswer, job: Job) -> tuple[schemas.AssistantMessage, bool]:
+    """The message, and whether it calls tools."""
+    message = schemas.AssistantMessage(content=whole.content)
+    if whole.reasoning is not None and job.shows_reasoning:
+        message.reasoning = message.reasoning_content = whole.reasoning
+    if whole.calls:
+        message.tool_calls = [
+            schemas.ToolCall(id=call.call_id, function=schemas.FunctionCall(name=call.name, arguments=call.arguments))
+            for call in whole.calls
+        ]
+    elif whole.content is None:
+        message.content = ""
+    return message, bool(whole.calls)
+
+
+def _reason(reason: str | None, has_calls: bool) -> str | None:
+    """One rule for every tool_choice, plain or streamed: an answer that ended by itself and calls tools says so."""
+    return "tool_calls" if has_calls and reason == FINISH_STOP else reason
 
 
 def _scores(request: ChatCompletionRequest, job: Job, scores: list[TokenLogprob]) -> schemas.ChatLogprobs:
@@ -125,6 +170,8 @@ class ChatChunks:
         self._usage_everywhere = bool(options and options.continuous_usage_stats)
         self._is_plain = not request.logprobs and not request.return_token_ids
         self._started: set[int] = set()
+        self._parsers: dict[int, PartParser] = {}
+        self._calling: set[int] = set()  # choices with a call
 
     def write(self, outputs: list[RequestOutput]) -> bytes:
         return b"".join([self._events(output) for output in outputs])
@@ -147,15 +194,18 @@ class ChatChunks:
         if index not in self._started:
             parts.append(self._first(index, tail))
             self._started.add(index)
-        if self._is_plain:
+        if self._job.make_parser is not None:
+            parts += [self._chunk(index, delta, tail) for delta in self._part_deltas(output)]
+        elif self._is_plain:
             if output.text:
                 delta = b'{"content":' + _encode(output.text) + b'},"logprobs":null,"finish_reason":null'
                 parts.append(self._chunk(index, delta, tail))
         elif output.text or output.token_ids:
             parts.append(self._chunk(index, self._details(output), tail))
         if output.finish_reason is not None:
+            reason = _reason(output.finish_reason, index in self._calling) or ""
             delta = b'{},"logprobs":null,"finish_reason":"%b","stop_reason":%b' % (
-                output.finish_reason.encode(),
+                reason.encode(),
                 _encode(output.stop_reason),
             )
             parts.append(self._chunk(index, delta, tail))
@@ -170,11 +220,51 @@ class ChatChunks:
         delta = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return self._chunk(index, delta, tail)
 
+    def _part_deltas(self, output: RequestOutput) -> Iterator[bytes]:
+        """Deltas of one output's parts; token ids and scores come with the first of them."""
+        index = output.index
+        parser = self._parsers.get(index)
+        if parser is None:
+            assert self._job.make_parser is not None
+            parser = self._parsers[index] = self._job.make_parser()
+        parts = parser.feed(output.text)
+        if output.finish_reason is not None:
+            parts += parser.finish()
+        deltas = [delta for part in parts if (delta := self._part_delta(index, part)) is not None]
+        if not self._is_plain and output.token_ids and not deltas:
+            deltas = [b"{}"]
+        for place, delta in enumerate(deltas):
+            if place or self._is_plain:
+                yield delta + b',"logprobs":null,"finish_reason":null'
+            else:
+                yield delta + self._extras(output)
+
+    def _part_delta(self, index: int, part: Part) -> bytes | None:
+        match part:
+            case Content(text):
+                return b'{"content":%b}' % _encode(text)
+            case Reasoning(text):
+                if not self._job.shows_reasoning:
+                    return None
+                encoded = _encode(text)
+                return b'{"reasoning":%b,"reasoning_content":%b}' % (encoded, encoded)
+            case CallStart(number, call_id, name):
+                self._calling.add(index)
+                function = schemas.FunctionDelta(name=name, arguments="")
+                call = schemas.ToolCallDelta(index=number, id=call_id, type="function", function=function)
+                return _encode(schemas.Delta(tool_calls=[call]))
+            case CallArguments(number, text):
+                return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (number, _encode(text))
+
     def _details(self, output: RequestOutput) -> bytes:
+        return b'{"content":%b}%b' % (_encode(output.text), self._extras(output))
+
+    def _extras(self, output: RequestOutput) -> bytes:
+        """What stands behind a delta: scores, finish_reason, token ids."""
         scores = b"null"
         if self._request.logprobs:
             scores = _encode(_scores(self._request, self._job, output.logprobs or []))
         extra = b""
         if self._request.return_token_ids:
             extra = b',"token_ids":' + _encode(output.token_ids)
-        return b'{"content":%b},"logprobs":%b,"finish_reason":null%b' % (_encode(output.text), scores, extra)
+        return b',"logprobs":%b,"finish_reason":null%b' % (scores, extra)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from jaxserve.server.answer_parts import PartParser
 from jaxserve.server.engine_client import ClientLeft, EngineClient, Submission
 from jaxserve.server.errors import ApiError, shown
 from jaxserve.server.grammar_check import GrammarChecker
@@ -83,6 +84,8 @@ class Job:
     headers: dict[str, str]
     deadline_s: float | None = None
     names: frozenset[tuple[str, str]] = frozenset()  # (tenant, id): by which its client may abort it
+    make_parser: Callable[[], PartParser] | None = None  # of a choice's text; None: it is content as it stands
+    shows_reasoning: bool = True
 
     @property
     def n(self) -> int:

@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 from jaxserve.server.errors import ApiError, invalid_value, shown
 from jaxserve.server.protocol import Message, ToolCall
+from jaxserve.server.reasoning.styles import ReasoningStyle
 from jaxserve.server.tokens import Tokenizer, TokenTable
+from jaxserve.server.tools.formats import HERMES, ToolFormat
+from jaxserve.server.tools.prompting import describe_tools, knows_calls, knows_tools, write_calls_out
 
 from jaxserve.messages import ModelInfo
 from jaxserve.structured.structural_tag import token_terms
@@ -39,7 +42,18 @@ class TextOptions:
 class LoadedModel:
     """What the server knows of a ready model: its facts, its tokenizer, and how prompts become token ids."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        *,
+        tool_format: ToolFormat | None = None,
+        reasoning_style: ReasoningStyle | None = None,
+    ) -> None:
+        """tool_format, reasoning_style: as the model writes calls and reasons; None: tools as Hermes writes them, no
+        reasoning."""
+        self.tool_format = tool_format or HERMES
+        self.reasoning_style = reasoning_style
         self.info = info
         self.tokenizer = tokenizer
         self.tokens = TokenTable(tokenizer)
@@ -70,6 +84,7 @@ class LoadedModel:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         template_kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation. Raises ApiError 400 for what the template refuses."""
         if not self.tokenizer.has_chat_template:
@@ -87,6 +102,11 @@ class LoadedModel:
                 code="invalid_value",
             )
         turns = [_as_template_sees_it(message, place) for place, message in enumerate(messages)]
+        template = self.tokenizer.template_text(with_tools=bool(tools))
+        if not knows_calls(template):
+            turns = write_calls_out(turns)
+        if tools and not knows_tools(template):
+            turns, tools = describe_tools(turns, tools), None
         opens_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
         def render() -> list[int]:
@@ -94,7 +114,7 @@ class LoadedModel:
                 turns,
                 add_generation_prompt=opens_turn,
                 continue_final_message=bool(continue_final_message),
-                tools=None,
+                tools=tools or None,
                 template_kwargs=template_kwargs or None,
             )
 
@@ -238,6 +258,8 @@ def _as_template_sees_it(message: Message, place: int) -> dict[str, Any]:
         value = getattr(message, name)
         if value is not None:
             turn[name] = value
+    if message.reasoning is not None:
+        turn.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
         turn["tool_calls"] = [_call(call, place, index) for index, call in enumerate(message.tool_calls)]
     return turn

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from jaxserve.server.structured_fields import StructuredFields
+from jaxserve.server.tool_types import ReasoningEffort, ToolChoice, Tools
 from msgspec import Meta
 
 from jaxserve.sampling_params import MAX_N, MAX_TOP_LOGPROBS
@@ -147,6 +148,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -160,6 +162,11 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt    open the assistant's turn (default: true unless continue_final_message)
     continue_final_message   the answer goes on where the last message ends
     chat_template_kwargs     variables of the model's chat template
+    tools, tool_choice, parallel_tool_calls   functions the model may call; "required" and a named function hold
+    reasoning_effort         a variable of the template; "none" also means enable_thinking false, and where the
+                             template knows no efforts, minimal, low and medium are budgets of 256, 1024, 4096 tokens
+    thinking_token_budget    tokens of reasoning at most
+    include_reasoning        whether the answer shows it (default true)
     """
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -169,13 +176,15 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Nothing | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Literal["none"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -201,17 +210,15 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     skip_special_tokens: bool | None = None
 
 
-_NO_TOOLS = "tool calling is not supported by this server"
+_NO_FUNCTIONS = "the older form of tools is not supported by this server; use tools"
 _NO_MEDIA = "only text is supported by this server"
 _NO_BEAMS = "beam search is not supported by this server"
 _NO_PROCESSORS = "logit processors are not supported by this server"
 
 # Fields of other servers, with a better answer than "unknown field".
 HINTS = {
-    "tools": _NO_TOOLS,
-    "tool_choice": f"{_NO_TOOLS}; allowed: 'none' and, without tools, 'auto'",
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "functions": _NO_FUNCTIONS,
+    "function_call": _NO_FUNCTIONS,
     "suffix": "filling in between a prompt and a suffix is not supported by this server",
     "audio": _NO_MEDIA,
     "modalities": f"{_NO_MEDIA}; allowed: ['text']",
@@ -226,7 +233,6 @@ HINTS = {
     "use_beam_search": _NO_BEAMS,
     "length_penalty": _NO_BEAMS,
     "early_stopping": _NO_BEAMS,
-    "reasoning_effort": "reasoning budgets are not supported by this server; allowed: 'none'",
     "verbosity": "not supported by this server; allowed: 'medium'",
     "service_tier": "not supported by this server; allowed: 'auto', 'default'",
 }

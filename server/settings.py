@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxserve.server.reasoning import styles
+from jaxserve.server.tools import formats
+
 from jaxserve.sampling_params import MAX_N
+
+TOOL_PARSERS = ("auto", *formats.FORMATS, *formats.ALIASES)
+REASONING_PARSERS = ("auto", "none", *styles.STYLES, *styles.ALIASES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +23,8 @@ class ServerSettings:
     api_keys              keys of which clients must send one; empty: no key is asked for
     admin_api_key         key of control routes (/flush_cache, /server_info, abort_all); None: they are closed if there
                           are api_keys, and open if there are none
+    tool_call_parser      how the model writes tool calls: "auto" (found in its chat template) or a name, see tools.md
+    reasoning_parser      how it reasons: "auto", "none", or a name
     max_body_bytes        longest request body; a longer one is refused before it is read
     max_n                 continuations of one prompt at most
     max_sequences         prompts x n of one HTTP request at most
@@ -42,6 +50,8 @@ class ServerSettings:
     served_model_name: str | None = None
     api_keys: tuple[str, ...] = ()
     admin_api_key: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 16 * 2**20
     max_n: int = MAX_N
     max_sequences: int = 1024
@@ -72,6 +82,9 @@ class ServerSettings:
                 raise ValueError("api_keys: one is empty or has odd characters; allowed: visible ASCII, no blanks")
         if self.admin_api_key in self.api_keys:
             raise ValueError("admin_api_key: is one of api_keys; allowed: a key of its own")
+        for name, allowed in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         self._check_integers()
         self._check_seconds()
 

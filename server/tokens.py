@@ -22,6 +22,10 @@ class Tokenizer(Protocol):
     strip_leading_space: bool
     has_chat_template: bool
 
+    def template_text(self, *, with_tools: bool) -> str:
+        """The chat template that a conversation is written with; "" if there is none."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool, allow_special: bool) -> list[int]: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...

@@ -15,12 +15,12 @@ class Gate:
     """Free text up to a marker (the end of a model's reasoning), with a budget.
 
     marker       bytes behind which the grammar begins
-    marker_ids   tokens that spell it, forced when the budget is used up
+    end_ids      tokens that lead to it, forced when the budget (of tokens) is used up
     """
 
-    def __init__(self, marker: bytes, marker_ids: list[int], budget: int | None) -> None:
+    def __init__(self, marker: bytes, end_ids: list[int], budget: int | None) -> None:
         self._marker = marker
-        self._marker_ids = marker_ids
+        self._end_ids = end_ids
         self._budget = budget
         self._tail = b""
         self._num_tokens = 0
@@ -37,8 +37,8 @@ class Gate:
 
     @property
     def forced(self) -> list[int]:
-        """The marker, once the budget is used up."""
-        return self._marker_ids if self._budget is not None and self._num_tokens >= self._budget else []
+        """What leads to the marker, once the budget is used up."""
+        return self._end_ids if self._budget is not None and self._num_tokens >= self._budget else []
 
 
 class Constraint:
@@ -188,7 +188,7 @@ def make_gate(grammar: Grammar, vocabulary: llguidance.LLTokenizer) -> Gate | No
     """The gate of a grammar that begins later."""
     if not grammar.begins_after:
         return None
-    ids = vocabulary.tokenize_str(grammar.begins_after, parse_special=True)
+    ids = vocabulary.tokenize_str(grammar.forced_end or grammar.begins_after, parse_special=True)
     return Gate(grammar.begins_after.encode(), ids, grammar.max_free_tokens)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import llguidance
 import msgspec
 
+from jaxserve.structured.json_schema import simplify
+
 MAX_GRAMMAR_BYTES = 1 << 18  # of the text that is compiled
 MAX_CHOICES = 4096
 
@@ -30,13 +32,15 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     text       a grammar in llguidance's own form; "" allows every text (`begins_after` may still limit reasoning)
     parameter  the option it came from, for error messages
     begins_after  the grammar begins behind this text; what comes before is free (a model's reasoning). "": at once
-    max_free_tokens   tokens at most before `begins_after` is forced; None: no limit
+    max_free_tokens   tokens at most before `forced_end` is written for the model; None: no limit
+    forced_end    text that ends with, or holds, `begins_after`; "": that text alone
     """
 
     text: str
     parameter: str = "grammar"
     begins_after: str = ""
     max_free_tokens: int | None = None
+    forced_end: str = ""
 
     @classmethod
     def json_schema(
@@ -104,7 +108,7 @@ def quoted(text: str) -> str:
 
 
 def check_schema(schema: Any) -> dict[str, Any]:
-    """The schema as a dict without hints for the compiler. Raises GrammarError."""
+    """The schema as a dict, simplified and without hints for the compiler. Raises GrammarError."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -114,7 +118,10 @@ def check_schema(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError(f"got {json.dumps(schema)[:80]}; allowed: a JSON schema, that is an object")
-    return {key: value for key, value in schema.items() if key != "x-guidance"}
+    try:
+        return simplify({key: value for key, value in schema.items() if key != "x-guidance"})
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
 
 
 def check_regex(pattern: str) -> None:
