@@ -29,7 +29,7 @@ class RoutingOptions:
     ] = None
     prefix_bytes: Annotated[int, typer.Option(help="Bytes of prefixes remembered of each worker.")] = DEFAULT_CAPACITY
     min_share: Annotated[float, typer.Option(help="Shortest share of a prompt that counts as a match.")] = 0.3
-    balance_absolute: Annotated[int, typer.Option(help=f"{_BALANCE_HELP} ...")] = 16
+    balance_absolute: Annotated[int, typer.Option(help=f"{_BALANCE_HELP} ...")] = 32
     balance_relative: Annotated[float, typer.Option(help="... and is more than so many times it.")] = 1.5
     admin_key: Annotated[
         str | None, typer.Option(help="Key of the admin API at /workers.", envvar="JAXSERVE_ADMIN_KEY")

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from jaxserve.routing.prefix_tree import DEMAND_WINDOW, decayed
+
 EXPECTED_S = 10.0  # how long a page is believed to be on its way
 
 
@@ -21,13 +23,21 @@ class PageIndex:
         self._clock = clock
         self._owners: dict[int, dict[str, float]] = {}  # page -> worker -> when it is no longer believed
         self._pages: dict[str, set[int]] = {}  # worker -> pages, as told or expected
+        self._demand: dict[int, tuple[float, int]] = {}  # page -> share when so many requests had come
+        self._num_sent = 0
         self._expected: collections.deque[tuple[float, str, Sequence[int]]] = collections.deque()
 
     def num_pages(self, worker: str) -> int:
         return len(self._pages.get(worker, ()))
 
-    def match(self, pages: Sequence[int]) -> Iterator[tuple[int, Collection[str]]]:
-        """How many leading `pages` whom has: (pages, workers), longest first; each worker once."""
+    def match(self, pages: Sequence[int]) -> Iterator[tuple[int, Collection[str], float]]:
+        """How many leading `pages` whom has: (pages, workers, demand), longest first; each worker once. demand: which
+        share of recent requests began with these pages, 0 to 1."""
+        for count, workers in self._match(pages):
+            demand, then = self._demand.get(pages[count - 1], (0.0, 0))
+            yield count, workers, decayed(demand, self._num_sent - then)
+
+    def _match(self, pages: Sequence[int]) -> Iterator[tuple[int, Collection[str]]]:
         self._expire()
         found: list[tuple[int, Collection[str]]] = []
         workers: Collection[str] = ()
@@ -66,12 +76,15 @@ class PageIndex:
         """A request with these was sent to the worker."""
         self._expire()
         until = self._clock() + EXPECTED_S
+        self._num_sent += 1
         own = self._pages.setdefault(worker, set())
         for page in pages:
             owners = self._owners.setdefault(page, {})
             if owners.get(worker) != math.inf:
                 owners[worker] = until
                 own.add(page)
+            demand, then = self._demand.get(page, (0.0, 0))
+            self._demand[page] = (decayed(demand, self._num_sent - then) + 1 / DEMAND_WINDOW, self._num_sent)
         self._expected.append((until, worker, pages))
 
     def remove_worker(self, worker: str) -> None:
@@ -99,3 +112,4 @@ class PageIndex:
             owners.pop(worker, None)
             if not owners:
                 del self._owners[page]
+                self._demand.pop(page, None)

@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxserve.routing.loads import LoadTable
 from jaxserve.routing.page_index import PageIndex
@@ -149,11 +149,20 @@ class ConsistentHash:
         pass
 
 
+class Match(NamedTuple):
+    """`share` of a request, from 0 to 1, that `workers` have cached; `demand`: the share of recent requests that began
+    with the same."""
+
+    share: float
+    workers: Collection[str]
+    demand: float
+
+
 class PrefixIndex(Protocol):
     """Who has how much of a request cached."""
 
-    def match(self, query: Query) -> Iterable[tuple[float, Collection[str]]]:
-        """(share of the request from 0 to 1, workers), longest first."""
+    def match(self, query: Query) -> Iterable[Match]:
+        """Longest first."""
         ...
 
     def note_sent(self, query: Query, worker: str) -> None: ...
@@ -171,12 +180,12 @@ class GuessedPrefixes:
     def __init__(self, capacity: int) -> None:
         self._tree = PrefixTree(capacity)
 
-    def match(self, query: Query) -> Iterable[tuple[float, Collection[str]]]:
+    def match(self, query: Query) -> Iterable[Match]:
         total = len(query.prefix)
-        for length, workers in self._tree.match(query.prefix):
+        for length, workers, demand in self._tree.match(query.prefix):
             if length < MIN_MATCH_BYTES:
                 break
-            yield length / total, workers
+            yield Match(length / total, workers, demand)
 
     def note_sent(self, query: Query, worker: str) -> None:
         self._tree.insert(query.prefix, worker)
@@ -196,11 +205,11 @@ class ToldPrefixes:
         self.pages = pages
         self._guessed = guessed
 
-    def match(self, query: Query) -> Iterable[tuple[float, Collection[str]]]:
+    def match(self, query: Query) -> Iterable[Match]:
         if query.pages is None:
             return self._guessed.match(query)
         total = len(query.pages)
-        return ((count / total, workers) for count, workers in self.pages.match(query.pages))
+        return (Match(count / total, workers, demand) for count, workers, demand in self.pages.match(query.pages))
 
     def note_sent(self, query: Query, worker: str) -> None:
         if query.pages is None:
@@ -224,22 +233,28 @@ class Balance:
                   the same few words to one worker
     absolute, relative   a worker is left alone while its score exceeds the lowest one by more than `absolute` and
                   is more than `relative` times it
-    slack         workers whose scores differ by no more than this count as equally busy when a new prefix is placed
+    slack         workers whose scores differ by no more than this count as equally busy: when a new prefix is placed,
+                  and for prefixes in great demand
+    hot_share     a prefix is in great demand if it would take more than this share of an even load from each of the
+                  workers that have it
     """
 
     min_share: float = 0.3
-    absolute: int = 16
+    absolute: int = 32
     relative: float = 1.5
     slack: int = 2
+    hot_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_share <= 1:
             raise ValueError(f"min_share: got {self.min_share}; allowed: 0 to 1")
-        for name, low in (("absolute", 0), ("relative", 1), ("slack", 0)):
+        for name, low in (("absolute", 0), ("relative", 1), ("slack", 0), ("hot_share", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed: {low} or more")
 
-    def is_overloaded(self, score: int, lowest: int) -> bool:
+    def is_overloaded(self, score: int, lowest: int, *, is_hot: bool = False) -> bool:
+        if is_hot:
+            return score - lowest > self.slack
         return score - lowest > self.absolute and score > self.relative * lowest
 
 
@@ -262,11 +277,15 @@ class CacheAware:
         if least is None:
             return None
         lowest = loads.score(least)
-        for share, workers in self.index.match(query):
+        for share, workers, demand in self.index.match(query):
             if share < self.balance.min_share:
                 break
             best = loads.least_of(workers, excluded)
-            if best is not None and not self.balance.is_overloaded(loads.score(best), lowest):
+            if best is None:
+                continue
+            # It would take more than hot_share of an even load from each of its workers.
+            is_hot = demand * len(loads) > self.balance.hot_share * len(workers)
+            if not self.balance.is_overloaded(loads.score(best), lowest, is_hot=is_hot):
                 return best
         return self._place_new(loads, excluded)
 

@@ -10,15 +10,24 @@ Every node on the way to a node that a worker owns is owned by it too: only a wo
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator
 
 import numpy as np
 
+DEMAND_WINDOW = 256  # requests over which shares of demand are averaged, older ones counting less and less
+
+
+def decayed(demand: float, num_requests: int) -> float:
+    """A share of demand after so many requests without it."""
+    return demand * math.exp(-num_requests / DEMAND_WINDOW)
+
 
 class _Node:
-    """One edge and its lower end. stamps: worker -> last use. num_below: worker -> children that it owns."""
+    """One edge and its lower end. stamps: worker -> last use. num_below: worker -> children that it owns. demand: its
+    share of recent requests when `demand_at` of them had come."""
 
-    __slots__ = ("children", "edge", "end", "num_below", "parent", "stamps")
+    __slots__ = ("children", "demand", "demand_at", "edge", "end", "num_below", "parent", "stamps")
 
     def __init__(self, parent: _Node | None, edge: bytes, end: int) -> None:
         self.parent = parent
@@ -27,6 +36,8 @@ class _Node:
         self.children: dict[int, _Node] = {}
         self.stamps: dict[str, int] = {}
         self.num_below: dict[str, int] = {}
+        self.demand = 0.0
+        self.demand_at = 0
 
 
 class PrefixTree:
@@ -46,17 +57,18 @@ class PrefixTree:
         """Bytes remembered of a worker."""
         return self._sizes.get(worker, 0)
 
-    def match(self, key: bytes) -> Iterator[tuple[int, Collection[str]]]:
-        """How much of `key` whom has: (bytes, workers), longest first. Later workers include earlier ones.
+    def match(self, key: bytes) -> Iterator[tuple[int, Collection[str], float]]:
+        """How much of `key` whom has: (bytes, workers, demand), longest first. Later workers include earlier ones.
+        demand: which share of recent requests began with these bytes, 0 to 1.
 
         The tree must not be changed while this is read.
         """
         node, position, edge_match = self._descend(key)
         if edge_match:
             child = node.children[key[position]]
-            yield position + edge_match, child.stamps
+            yield position + edge_match, child.stamps, decayed(child.demand, self._clock - child.demand_at)
         while node.parent is not None:
-            yield node.end, node.stamps
+            yield node.end, node.stamps, decayed(node.demand, self._clock - node.demand_at)
             node = node.parent
 
     def insert(self, key: bytes, worker: str) -> None:
@@ -101,6 +113,7 @@ class PrefixTree:
         assert parent is not None
         upper = _Node(parent, node.edge[:length], parent.end + length)
         upper.stamps = dict(node.stamps)
+        upper.demand, upper.demand_at = node.demand, node.demand_at
         upper.num_below = dict.fromkeys(node.stamps, 1)
         parent.children[upper.edge[0]] = upper
         node.parent, node.edge = upper, node.edge[length:]
@@ -119,6 +132,8 @@ class PrefixTree:
                 node.num_below[worker] = node.num_below.get(worker, 0) + 1
             is_new = worker not in node.stamps
             node.stamps[worker] = stamp
+            node.demand = decayed(node.demand, stamp - node.demand_at) + 1 / DEMAND_WINDOW
+            node.demand_at = stamp
             size += len(node.edge) if is_new else 0
             node = node.parent
         self._sizes[worker] = size

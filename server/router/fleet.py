@@ -160,7 +160,7 @@ class Fleet:
             return
         size = len(query.prefix)
         worker.counts.bytes_sent += size
-        for share, workers in self._guesses.match(query):
+        for share, workers, _ in self._guesses.match(query):
             if worker.name in workers:
                 worker.counts.bytes_known += round(share * size)
                 return

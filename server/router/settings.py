@@ -50,7 +50,7 @@ class RouterSettings:
     tokenizer: str | None = None
     prefix_bytes: int = DEFAULT_CAPACITY
     min_share: float = 0.3
-    balance_absolute: int = 16
+    balance_absolute: int = 32
     balance_relative: float = 1.5
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None

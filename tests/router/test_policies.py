@@ -163,6 +163,23 @@ def test_an_overloaded_worker_is_left_and_its_prefix_spreads():
     assert policy.choose(query, table(a=5, b=3)) == "b"
 
 
+def test_a_prefix_in_great_demand_spreads_before_its_worker_is_overloaded():
+    policy, loads = cache_aware(), table(a=0, b=0, c=0, d=0)
+    for number in range(300):  # a tenth of all requests each, two fifths for one
+        group = 0 if number % 5 < 2 else number % 6 + 1
+        worker = policy.choose(prefixed(group, str(number)), loads)
+        policy.note_sent(prefixed(group, str(number)), worker)
+    shares = [(share, demand) for share, _, demand in policy.index.match(prefixed(0))]
+    assert 0.3 < shares[0][1] < 0.5
+    assert policy.choose(prefixed(0), table(a=9, b=9, c=9, d=9)) is not None
+    home = policy.choose(prefixed(0), loads)
+    busy = table(**{name: 5 * (name == home) for name in "abcd"})
+    assert policy.choose(prefixed(0), busy) != home
+    cold = policy.choose(prefixed(3), loads)
+    busy = table(**{name: 5 * (name == cold) for name in "abcd"})
+    assert policy.choose(prefixed(3), busy) == cold
+
+
 def test_that_another_worker_is_overloaded_changes_nothing():
     policy = cache_aware(absolute=4)
     assert send(policy, prefixed(1), table(a=0, b=0, c=99)) == "a"
@@ -218,7 +235,7 @@ def test_the_page_index_agrees_with_plain_sets():
             count = next((n for n, page in enumerate(asked) if page not in own), len(asked))
             if count:
                 expected[name] = count
-        found = [(count, name) for count, names in index.match(asked) for name in names]
+        found = [(count, name) for count, names, _ in index.match(asked) for name in names]
         assert {name: count for count, name in found} == expected
         assert [count for count, _ in found] == sorted((count for count, _ in found), reverse=True)
         assert {name: index.num_pages(name) for name in plain} == {name: len(own) for name, own in plain.items()}
@@ -229,9 +246,9 @@ def test_what_was_sent_counts_until_the_worker_tells_or_time_is_up():
     index = PageIndex(clock)
     index.expect("a", [1, 2, 3])
     index.stored("a", [1])
-    assert [(count, list(names)) for count, names in index.match([1, 2, 3])] == [(3, ["a"])]
+    assert [(count, list(names)) for count, names, _ in index.match([1, 2, 3])] == [(3, ["a"])]
     clock.now = EXPECTED_S + 1
-    assert [(count, list(names)) for count, names in index.match([1, 2, 3])] == [(1, ["a"])]
+    assert [(count, list(names)) for count, names, _ in index.match([1, 2, 3])] == [(1, ["a"])]
     assert index.num_pages("a") == 1
 
 

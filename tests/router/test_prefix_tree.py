@@ -20,7 +20,7 @@ def common(left: bytes, right: bytes) -> int:
 def matched(tree: PrefixTree, key: bytes) -> dict[str, int]:
     found: dict[str, int] = {}
     lengths = []
-    for length, workers in tree.match(key):
+    for length, workers, _ in tree.match(key):
         lengths.append(length)
         for worker in workers:
             found.setdefault(worker, length)

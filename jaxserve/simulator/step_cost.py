@@ -1,0 +1,246 @@
+"""How long a step takes: by the roofline of device and links, or by what was measured. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Protocol
+
+from jaxserve.scheduler.decision import StepDecision
+from jaxserve.simulator.devices import Device
+from jaxserve.simulator.model_shape import ModelShape
+
+_BYTES_OF_ACTIVATION = 2
+_RESERVED_BYTES = 2e9  # of each device, for what is neither weights nor pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What one step computes.
+
+    num_tokens      all tokens computed; num_decodes of them are one each of decoding rows
+    num_samples     positions that go through the head
+    context         tokens of context read, summed over rows (a prefill chunk reads its context once)
+    pairs           (query, context) pairs of attention, summed over tokens
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_samples: int
+    context: int
+    pairs: float
+    num_rows: int
+
+
+def load_of(decision: StepDecision) -> StepLoad:
+    """The load of a scheduler's decision."""
+    num_tokens = context = 0
+    pairs = 0.0
+    for row in decision.rows:
+        size = len(row.token_ids)
+        end = row.start + size
+        num_tokens += size
+        context += end
+        pairs += size * (row.start + (size + 1) / 2)
+    return StepLoad(num_tokens, decision.num_decodes, len(decision.samples), context, pairs, len(decision.rows))
+
+
+def decode_load(num_rows: int, context: int) -> StepLoad:
+    """A step in which `num_rows` rows with `context` tokens together get one token each."""
+    return StepLoad(num_rows, num_rows, num_rows, context, float(context), num_rows)
+
+
+class StepCost(Protocol):
+    """The time between two steps of an engine that always has work."""
+
+    def seconds(self, load: StepLoad) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How one engine is laid over its devices.
+
+    attention_ranks   groups of devices that each attend to their own requests with their own pages (DP attention);
+                      inside a group attention is tensor parallel. 1: tensor parallel over all devices
+    Everything else (feed-forward parts, experts, head) is split over all devices.
+    """
+
+    devices: int = 1
+    attention_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.attention_ranks < 1 or self.devices % self.attention_ranks:
+            raise ValueError(
+                f"devices, attention_ranks: got {self.devices}, {self.attention_ranks}; allowed: 1 or more, the "
+                "second a divisor of the first"
+            )
+
+    @property
+    def attention_shards(self) -> int:
+        return self.devices // self.attention_ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """Seconds of host work per step. With overlap it hides behind the device unless it is longer."""
+
+    step: float = 1e-3
+    row: float = 1.5e-5
+    overlap: bool = True
+
+    def combined(self, device_s: float, num_rows: int) -> float:
+        host_s = self.step + self.row * num_rows
+        return max(device_s, host_s) if self.overlap else device_s + host_s
+
+
+@dataclasses.dataclass(frozen=True)
+class RooflineCost:
+    """Each part of a step takes the longer of its arithmetic and its memory traffic (Williams et al., 2009, CACM 52
+    (4)); collectives add their bytes over the links. Parts follow one another: no overlap of links and arithmetic.
+
+    Attention reads each row's context once; rows are spread evenly over attention ranks. Of the experts those are
+    read that some token has chosen, choices taken as uniform and independent; they lie evenly on the devices.
+    """
+
+    shape: ModelShape
+    device: Device
+    parallel: Parallel = Parallel()
+    host: HostCost = HostCost()
+
+    def seconds(self, load: StepLoad) -> float:
+        return self.host.combined(sum(self.parts(load).values()), load.num_rows)
+
+    def parts(self, load: StepLoad) -> dict[str, float]:
+        """Device seconds of a step by part: attention, projections, feed-forward, head, links."""
+        shape, tokens, devices = self.shape, load.num_tokens, self.parallel.devices
+        shards = self.parallel.attention_shards
+        weight = shape.weight_bytes
+        projections = self._longer(
+            2.0 * shape.num_layers * shape.attention_params * tokens / devices,
+            shape.num_layers * shape.attention_params * weight / shards,
+        )
+        dense = self._longer(
+            2.0 * shape.num_dense_layers * shape.mlp_params * tokens / devices,
+            shape.num_dense_layers * shape.mlp_params * weight / devices,
+        )
+        chosen = shape.num_chosen_experts * shape.expert_params + shape.always_params
+        read = self._experts_read(tokens) * shape.expert_params + shape.always_params
+        experts = self._longer(
+            2.0 * shape.num_moe_layers * chosen * tokens / devices, shape.num_moe_layers * read * weight / devices
+        )
+        head = self._longer(
+            2.0 * shape.head_params * load.num_samples / devices,
+            shape.head_params * weight / devices if load.num_samples else 0.0,
+        )
+        return {
+            "attention": self._attention(load),
+            "projections": projections,
+            "feed-forward": dense + experts,
+            "head": head,
+            "links": self._links(tokens),
+        }
+
+    @functools.cached_property
+    def kv_tokens(self) -> int:
+        """Tokens that the pages of one engine hold, over all its attention ranks. Raises ValueError if its weights
+        leave no room."""
+        return self.kv_tokens_with(0.9)
+
+    def kv_tokens_with(self, memory_share: float) -> int:
+        """The same, if `memory_share` of a device may be used for weights and pages."""
+        free = self.device.memory_bytes * memory_share - _RESERVED_BYTES - self.weight_bytes_per_device
+        per_token = self.shape.kv_token_bytes / min(self.parallel.attention_shards, self.shape.kv_shards)
+        if free < per_token * 1024:
+            raise ValueError(
+                f"{self.shape.name} on {self.parallel.devices} x {self.device.name}: weights take "
+                f"{self.weight_bytes_per_device / 1e9:.1f} of {self.device.memory_bytes / 1e9:.0f} GB on each device; "
+                "allowed: more devices"
+            )
+        return int(free / per_token) * self.parallel.attention_ranks
+
+    @property
+    def weight_bytes_per_device(self) -> float:
+        shape = self.shape
+        attention = shape.num_layers * shape.attention_params
+        rest = shape.num_params - attention
+        return shape.weight_bytes * (attention / self.parallel.attention_shards + rest / self.parallel.devices)
+
+    def _longer(self, operations: float, num_bytes: float) -> float:
+        device = self.device
+        return max(
+            operations / (device.flops * device.compute_share),
+            num_bytes / (device.memory_bandwidth * device.memory_share),
+        )
+
+    def _attention(self, load: StepLoad) -> float:
+        shape, parallel = self.shape, self.parallel
+        share = 1.0
+        if shape.num_window_layers and load.num_rows:
+            # Layers with a window see less of a long context.
+            mean = load.context / load.num_rows
+            seen = min(1.0, shape.window / mean) if mean else 1.0
+            share = 1.0 - (1.0 - seen) * shape.num_window_layers / shape.num_layers
+        token_bytes = shape.kv_token_bytes / min(parallel.attention_shards, shape.kv_shards)
+        return self._longer(
+            share * load.pairs * shape.pair_operations * shape.num_layers / parallel.devices,
+            share * load.context * token_bytes / parallel.attention_ranks,
+        )
+
+    def _experts_read(self, tokens: int) -> float:
+        if not self.shape.num_experts:
+            return 0.0
+        missed = (1.0 - self.shape.num_chosen_experts / self.shape.num_experts) ** tokens
+        return self.shape.num_experts * (1.0 - missed)
+
+    def _links(self, tokens: int) -> float:
+        """One sum over a group's devices after attention, one over all after the feed-forward part, per layer. With
+        DP attention the second is a gather before and a scatter after it: the same bytes."""
+        hidden_bytes = tokens * self.shape.hidden_size * _BYTES_OF_ACTIVATION
+        ranks = self.parallel.attention_ranks
+        one = self._all_reduce(self.parallel.attention_shards, hidden_bytes / ranks)
+        return self.shape.num_layers * (one + self._all_reduce(self.parallel.devices, hidden_bytes))
+
+    def _all_reduce(self, devices: int, num_bytes: float) -> float:
+        if devices == 1:
+            return 0.0
+        bandwidth = self.device.link_bandwidth * self.device.link_share
+        return 2.0 * (devices - 1) / devices * num_bytes / bandwidth + self.device.link_latency_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredCost:
+    """Fitted to the steps of a real engine (bench/calibrate.py). A step is padded to the next bucket of tokens.
+
+    buckets, bucket_seconds   of a step of so many tokens with no context, buckets ascending
+    context            seconds per token of context that rows read
+    pair               seconds per (query, context) pair of attention
+    sample             seconds per sampled position
+    row                seconds per row
+    machine            where and when, for people
+    """
+
+    buckets: tuple[int, ...]
+    bucket_seconds: tuple[float, ...]
+    context: float = 0.0
+    pair: float = 0.0
+    sample: float = 0.0
+    row: float = 0.0
+    machine: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.bucket_seconds) or not self.buckets:
+            raise ValueError(f"bucket_seconds: got {len(self.bucket_seconds)} for {len(self.buckets)} buckets")
+        if list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError("buckets: not ascending")
+
+    def seconds(self, load: StepLoad) -> float:
+        base = self.bucket_seconds[self.bucket_index(load.num_tokens)]
+        linear = self.context * load.context + self.pair * load.pairs
+        return base + linear + self.sample * load.num_samples + self.row * load.num_rows
+
+    def bucket_index(self, num_tokens: int) -> int:
+        """Of the smallest bucket that holds so many tokens. Raises ValueError if none does."""
+        for index, size in enumerate(self.buckets):
+            if num_tokens <= size:
+                return index
+        raise ValueError(f"tokens of one step: got {num_tokens}; allowed: at most {self.buckets[-1]}")
