@@ -165,7 +165,7 @@ def test_an_overloaded_worker_is_left_and_its_prefix_spreads():
 
 def test_a_prefix_in_great_demand_spreads_before_its_worker_is_overloaded():
     policy, loads = cache_aware(), table(a=0, b=0, c=0, d=0)
-    for number in range(300):  # a tenth of all requests each, two fifths for one
+    for number in range(1200):  # a tenth of all requests each, two fifths for one
         group = 0 if number % 5 < 2 else number % 6 + 1
         worker = policy.choose(prefixed(group, str(number)), loads)
         policy.note_sent(prefixed(group, str(number)), worker)
