@@ -36,6 +36,10 @@ ENGINE_HELP = {
     "max_waiting": "Requests in the queue before new ones are refused; 0: no limit.",
     "warmup": "Compile and run every program before the first request.",
     "compile_cache_dir": "Folder of compiled programs. Default: in the cache folder.",
+    "mesh": "Devices along each axis: data=4,tensor=2 (axes: data, expert, tensor).",
+    "dp": "Data parallel groups: axis data of the mesh.",
+    "tp": "Devices that share heads, feed-forward width and vocabulary: axis tensor.",
+    "ep": "Devices that share the experts: axis expert. Default: all of --dp.",
 }
 
 Command = Callable[..., Any]

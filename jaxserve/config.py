@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
+
 DTYPES = ("auto", "float32", "bfloat16")
 POLICIES = ("fcfs", "lpm", "priority")
 ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
@@ -36,6 +38,9 @@ class EngineConfig:
     seed               for requests without a seed of their own
     max_waiting        requests in the queue before new ones are refused; 0: no limit
     warmup             compile and run every program before serving
+    mesh               devices along each axis, "data=4,tensor=2"; "": one device, or what dp, tp and ep say
+    dp, tp, ep         the same axes one by one: data, tensor, expert; ep 0: not named (see mesh_shape). Rows, pages
+                       and tokens of a step are per rank of data and expert
     """
 
     model: str = DEFAULT_MODEL
@@ -60,6 +65,10 @@ class EngineConfig:
     max_waiting: int = 0
     warmup: bool = True
     compile_cache_dir: str | None = None
+    mesh: str = ""
+    dp: int = 1
+    tp: int = 1
+    ep: int = 0
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -83,6 +92,20 @@ class EngineConfig:
             )
         if not 0.0 < self.memory_fraction <= 0.95:
             raise ValueError(f"memory_fraction: got {self.memory_fraction}; allowed: above 0 up to 0.95")
+        self.mesh_shape()
+
+    def mesh_shape(self, num_experts: int = 0) -> MeshShape:
+        """The mesh for a model with so many experts; without an `expert` axis they are split over `data`. Raises
+        ValueError for an unknown axis, a bad size, or mesh given together with dp, tp or ep."""
+        for name, low in (("dp", 1), ("tp", 1), ("ep", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: got {getattr(self, name)}; allowed: {low} or more")
+        if self.mesh:
+            if (self.dp, self.tp, self.ep) != (1, 1, 0):
+                raise ValueError(f"mesh: got {self.mesh!r} beside dp, tp or ep; allowed: one way to say it")
+            return resolve_shape(parse_mesh(self.mesh), num_experts)
+        axes = {"data": self.dp, "tensor": self.tp}
+        return resolve_shape(axes if not self.ep else axes | {"expert": self.ep}, num_experts)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -44,8 +44,8 @@ from jaxserve.messages import (
 )
 from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import InvalidParameter
-from jaxserve.scheduler.decision import Runner, StepDecision
-from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.decision import RankedDecision, Runner, StepDecision
+from jaxserve.scheduler.dp_balance import make_scheduler
 from jaxserve.trace import StepRecord, StepTrace
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class EngineCrash(RuntimeError):
 class _Flight(NamedTuple):
     """A dispatched step whose tokens were not read yet."""
 
-    decision: StepDecision
+    decision: StepDecision | RankedDecision
     handle: Any
     start: float
     end: float
@@ -93,7 +93,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._detokenizer = Detokenizer(tokenizer)
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             runner.geometry,
             policy=config.policy,
             prefix_cache=config.prefix_cache,

@@ -51,6 +51,7 @@ class Attention(nnx.Module):
             heads * head_dim,
             options=options,
             has_bias=config.has_o_bias,
+            splits_columns=True,
         )
         self.qk_norm, self.qkv_clip, eps = config.qk_norm, config.qkv_clip, config.rms_norm_eps
         q_size, k_size = (head_dim, head_dim) if self.qk_norm == "per_head" else (heads * head_dim, kv_heads * head_dim)

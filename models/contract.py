@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.sharding.shape import ONE_DEVICE, MeshShape
 
 if TYPE_CHECKING:
     from jaxserve.models.config import ModelConfig
@@ -56,6 +57,8 @@ class RuntimeOptions:
     matmul          backend name for dense products ("cpu_ffi", "xla"); cpu_ffi takes over at few rows only
     cascade         decode rows that share pages attend to them together, where the backend can
     deterministic   every query token is computed by the same arithmetic whatever else the step holds
+    mesh            devices along each axis. With more than one a model's code runs under shard_map and its arrays,
+                    also its configuration's sizes, are those of one device
     max_model_len   longest prompt + output that is served; None: what the model can do (only longrope asks)
     """
 
@@ -67,6 +70,7 @@ class RuntimeOptions:
     cascade: bool = True
     deterministic: bool = False
     max_model_len: int | None = None
+    mesh: MeshShape = ONE_DEVICE
 
 
 class Model(Protocol):

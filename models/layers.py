@@ -11,12 +11,14 @@ from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
 from jaxserve.pallas_kernels.matmul.api import linear
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize
+from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 
 
 class Linear(nnx.Module):
     """y = x W^T (+ b) with W [out, in]; several outputs that share an input are one product.
 
-    The weight stays in the compute dtype (or quantised); x and y are float32.
+    The weight stays in the compute dtype (or quantised); x and y are float32. splits_columns: under tensor parallelism
+    each device has part of the columns (and of x), and the parts of y are summed.
     """
 
     def __init__(
@@ -28,14 +30,18 @@ class Linear(nnx.Module):
         *,
         options: RuntimeOptions,
         has_bias: bool = False,
+        splits_columns: bool = False,
     ) -> None:
         self.weight = nnx.Param(params.matrix(slots, rows, columns))
         self.bias = nnx.Param(params.bias(slots, rows)) if has_bias else None
         self.backend = options.matmul
+        self.mesh = options.mesh if splits_columns else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, in] -> [T, out]."""
         out = linear(x, self.weight.get_value(), backend=self.backend)
+        if self.mesh is not None:
+            out = sum_over_tensor(out, self.mesh)
         return out if self.bias is None else out + self.bias.get_value()
 
 
@@ -52,7 +58,8 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token table [vocab, hidden], which is also the head of a model that ties the two."""
+    """Token table [vocab, hidden], which is also the head of a model that ties the two. Under tensor parallelism each
+    device has some of its rows: it looks those up, and the sum over devices is the embedding."""
 
     def __init__(
         self, params: Parameters, slot: str, rows: int, columns: int, *, options: RuntimeOptions, scale: float
@@ -60,15 +67,21 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(params.table(slot, rows, columns))
         self.backend = options.matmul
         self.scale = scale
+        self.mesh = options.mesh
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """token_ids [T] -> [T, hidden] float32."""
         table = self.table.get_value()
+        is_here = None
+        if self.mesh.tensor > 1:
+            token_ids, is_here = lookup_ids(token_ids, table.shape[0], self.mesh)
         if isinstance(table, QuantizedWeight):
             rows = QuantizedWeight(table.codes[token_ids], table.kind, (token_ids.shape[0], table.shape[1]))
             x = dequantize(rows)
         else:
             x = table[token_ids].astype(jnp.float32)
+        if is_here is not None:
+            x = sum_over_tensor(jnp.where(is_here[:, None], x, 0.0), self.mesh)
         return x if self.scale == 1.0 else x * self.scale
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -99,7 +112,13 @@ class FeedForward(nnx.Module):
             has_bias=has_bias,
         )
         self.down = Linear(
-            params, (f"{prefix}.down",), (hidden_size,), intermediate_size, options=options, has_bias=has_bias
+            params,
+            (f"{prefix}.down",),
+            (hidden_size,),
+            intermediate_size,
+            options=options,
+            has_bias=has_bias,
+            splits_columns=True,
         )
         self.activation = activation
 

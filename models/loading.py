@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.config_encoder import EncoderConfig
 from jaxserve.models.config_gguf import GGUFConfig
@@ -23,12 +25,15 @@ from jaxserve.models.encoder import Encoder
 from jaxserve.models.family import Family, WeightNames
 from jaxserve.models.parameters import Parameters, WeightValue
 from jaxserve.models.registry import GGUF_ARCHITECTURES, HF_ARCHITECTURES, family_of
+from jaxserve.models.sharded_parameters import ShardedParameters
 from jaxserve.models.special_tokens import read_json
+from jaxserve.models.tensor_parallel import shard_config
 from jaxserve.models.weights.gguf import GGUFTensors
 from jaxserve.models.weights.gguf_file import GGUFFile
 from jaxserve.models.weights.safetensors import SafetensorsTensors
 from jaxserve.models.weights.tensor_file import TensorFile
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
+from jaxserve.sharding.shape import ONE_DEVICE
 
 AnyConfig = ModelConfig | EncoderConfig
 Progress = Callable[[str, int, int], None]
@@ -60,8 +65,9 @@ def load_model(
     progress: Progress | None = None,
     check_weights: bool = False,
     keep_quantized: bool = False,
+    mesh: Mesh | None = None,
 ) -> Decoder | Encoder:
-    """Build the model with its weights on the default device, one tensor at a time.
+    """Build the model with its weights, one tensor at a time, on the default device or split over a mesh.
 
     Names and shapes of all tensors are checked before any value is read. progress is called as
     progress("load weights", values read, values in all).
@@ -69,6 +75,8 @@ def load_model(
     check_weights    also refuse NaN and infinity
     keep_quantized   weights that a GGUF file stores in blocks which products take as they are (Q8_0, Q4_1) stay so:
                      exact values in a third to a half of bfloat16's memory, fast at few rows
+    mesh             the one that options.mesh describes: weights are then expanded, and the model is to be called
+                     under shard_map
 
     A decoder whose task is "embed" has no head of its own.
 
@@ -81,7 +89,7 @@ def load_model(
         file = with_prefix(file)
     if names.adapt is not None:
         file = names.adapt(file, config)
-    needed = check_tensors(config, options, names, file)
+    needed = check_tensors(config, dataclasses.replace(options, mesh=ONE_DEVICE), names, file)
     reader = _CheckpointParameters(
         config,
         options,
@@ -89,10 +97,15 @@ def load_model(
         file,
         num_values=sum(math.prod(shape) for shape in needed.values()),
         check_weights=check_weights,
-        keep_quantized=keep_quantized,
+        keep_quantized=keep_quantized and mesh is None,
         progress=progress,
+        place=jnp.asarray if mesh is None else np.asarray,
     )
-    return _build(config, options, reader)
+    if mesh is None:
+        return _build(config, options, reader)
+    if isinstance(config, EncoderConfig):
+        raise ValueError("mesh: got one for an encoder; allowed: one device")
+    return Decoder(shard_config(config, options.mesh), options, ShardedParameters(config, mesh, options.dtype, reader))
 
 
 def is_encoder(source: Source) -> bool:
@@ -286,7 +299,7 @@ class _PlannedParameters:
 
 
 class _CheckpointParameters:
-    """Reads each tensor when the model asks for it. Names and shapes have been checked."""
+    """Reads each tensor when the model asks for it and places it. Names and shapes have been checked."""
 
     def __init__(
         self,
@@ -299,7 +312,9 @@ class _CheckpointParameters:
         check_weights: bool,
         keep_quantized: bool,
         progress: Progress | None,
+        place: Callable[[np.ndarray], Any] = jnp.asarray,
     ) -> None:
+        self.place = place
         self.config, self.names, self.file = config, names, file
         self.dtype = _DTYPES[options.dtype]
         self.check_weights, self.keep_quantized = check_weights, keep_quantized
@@ -314,13 +329,13 @@ class _CheckpointParameters:
             return kept
         tensors = _tensors(self.names, slots, rows)
         if len(tensors) == 1:
-            return jnp.asarray(self._read(*tensors[0][:2], "weight", self.dtype))
+            return self.place(self._read(*tensors[0][:2], "weight", self.dtype))
         joined = np.empty((sum(rows), columns), self.dtype)
         self._read_rows(tensors, "weight", joined)
-        return jnp.asarray(joined)
+        return self.place(joined)
 
     def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
-        return jnp.asarray(self._read(slot, file_name(self.names, slot), "weight", _DTYPES["float32"]))
+        return self.place(self._read(slot, file_name(self.names, slot), "weight", _DTYPES["float32"]))
 
     def stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
         return self._read_stack(slots, "weight", rows, np.empty((count, sum(rows), columns), self.dtype))
@@ -329,7 +344,7 @@ class _CheckpointParameters:
         return self._read_stack(slots, "bias", rows, np.empty((count, sum(rows)), _DTYPES["float32"]))
 
     def vector(self, slot: str, size: int) -> jax.Array:
-        return jnp.asarray(self._read_named(file_name(self.names, slot), _DTYPES["float32"]))
+        return self.place(self._read_named(file_name(self.names, slot), _DTYPES["float32"]))
 
     def table(self, slot: str, rows: int, columns: int) -> WeightValue:
         return self.matrix((slot,), (rows,), columns)
@@ -355,13 +370,13 @@ class _CheckpointParameters:
         parts = [
             self._read(slot, name, "bias", _DTYPES["float32"]) for slot, name, _ in _tensors(self.names, slots, rows)
         ]
-        return jnp.asarray(np.concatenate(parts))
+        return self.place(np.concatenate(parts))
 
     def norm(self, slot: str, size: int) -> jax.Array:
         weight = self._read(slot, file_name(self.names, slot), "weight", _DTYPES["float32"])
         if self.names.norms_have_offset:
             weight = weight + np.float32(self.config.norm_offset)
-        return jnp.asarray(weight)
+        return self.place(weight)
 
     def _read_stack(self, slots: Sequence[str], suffix: str, rows: Sequence[int], joined: np.ndarray) -> jax.Array:
         if _is_split(self.names, slots[0]):
@@ -370,7 +385,7 @@ class _CheckpointParameters:
         else:
             # The stack is the leading axis of each tensor, rows are the second.
             self._read_rows(_tensors(self.names, slots, rows), suffix, joined.swapaxes(0, 1), is_stacked=True)
-        return jnp.asarray(joined)
+        return self.place(joined)
 
     def _read_rows(
         self, tensors: list[tuple[str, str, int]], suffix: str, joined: np.ndarray, *, is_stacked: bool = False

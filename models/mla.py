@@ -44,7 +44,9 @@ class MLAAttention(nnx.Module):
         self.kv_a_norm = RMSNorm(params, f"{prefix}.kv_a_norm", mla.kv_lora_rank, eps=eps)
         self.k_b = nnx.Param(params.stack((f"{prefix}.k_b",), (mla.kv_lora_rank,), mla.nope_head_dim, heads))
         self.v_b = nnx.Param(params.stack((f"{prefix}.v_b",), (mla.value_head_dim,), mla.kv_lora_rank, heads))
-        self.out = Linear(params, (f"{prefix}.o",), (hidden,), heads * mla.value_head_dim, options=options)
+        self.out = Linear(
+            params, (f"{prefix}.o",), (hidden,), heads * mla.value_head_dim, options=options, splits_columns=True
+        )
 
     def __call__(
         self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None

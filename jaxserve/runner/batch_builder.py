@@ -117,6 +117,17 @@ class BatchBuilder:
         self._fill_samples(decision, out, total)
         return buffer.words[: self.layout.size(bucket)], bucket
 
+    def build_idle(self, buffer: StepBuffer, bucket: int) -> np.ndarray:
+        """The packed words of a step without rows: padding, which writes no page and attends to nothing."""
+        out = buffer.views[bucket]
+        for index in np.flatnonzero(buffer.pages_used).tolist():
+            out["page_table"][index, : buffer.pages_used[index]] = 0
+        buffer.pages_used[:] = 0
+        for name in ("query_start", "seq_len", "table_row", "num_rows", "sample_index"):
+            out[name][...] = 0
+        self._fill_unused_tokens(out, 0)
+        return buffer.words[: self.layout.size(bucket)]
+
     def _fill_rows(
         self,
         decision: StepDecision,
@@ -197,10 +208,13 @@ class BatchBuilder:
             raise ValueError(f"pages written: got {int(page.min())}; allowed: 1 to {shapes.num_pages - 1}")
         rows_of[:total] = row_index
         slots[:total] = page * shapes.page_size + offset
-        tokens[total:] = 0
-        positions[total:] = 0
-        rows_of[total:] = shapes.max_num_rows
-        slots[total:] = shapes.num_pages * shapes.page_size
+        self._fill_unused_tokens(out, total)
+
+    def _fill_unused_tokens(self, out: dict[str, np.ndarray], total: int) -> None:
+        out["token_ids"][total:] = 0
+        out["positions"][total:] = 0
+        out["row_of_token"][total:] = self.shapes.max_num_rows
+        out["write_slot"][total:] = self.shapes.num_pages * self.shapes.page_size
 
     def _fill_samples(self, decision: StepDecision, out: dict[str, np.ndarray], total: int) -> None:
         samples = decision.samples

@@ -94,12 +94,15 @@ def free_bytes(device: jax.Device) -> int:
 
 
 def allocate(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
-    """Zeroed arrays made on the device: memory that came from numpy could not be donated."""
+    """Zeroed arrays made on the device, or on those of their sharding: memory that came from numpy could not be
+    donated."""
 
     def make() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
 
-    return jax.block_until_ready(jax.jit(make)())
+    if all(shape.sharding is None for shape in shapes):
+        return jax.block_until_ready(jax.jit(make)())
+    return jax.block_until_ready(jax.jit(make, out_shardings=tuple(shape.sharding for shape in shapes))())
 
 
 def _system_available(meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -9,18 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
+from jaxserve.models.tensor_parallel import check_mesh, local_vocab_size
 from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
 from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place
 from jaxserve.runner import memory
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
+from jaxserve.runner.sharded_device import ShardedHandle, ShardedState, ShardedStepRunner
+from jaxserve.runner.sharded_step import ShardedPrograms
+from jaxserve.runner.sharded_warmup import SameOnAllRanks, ShardedFirstCall
 from jaxserve.runner.step import StepPrograms, split_model
 from jaxserve.runner.warmup import CompileGuard, FirstCall, Progress, compile_programs, enable_compile_cache
-from jaxserve.scheduler.decision import CacheGeometry, StepConstraints, StepDecision, StepResult
+from jaxserve.scheduler.decision import (
+    CacheGeometry,
+    RankedDecision,
+    RankedResult,
+    StepConstraints,
+    StepDecision,
+    StepResult,
+)
+from jaxserve.sharding.mesh import make_mesh
 
 if TYPE_CHECKING:
     from jaxserve.hub import ModelSource
@@ -35,7 +48,8 @@ _OTHER_PAGE_SIZE = 64
 
 
 class ModelRunner:
-    """The device side of one engine; implements scheduler.decision.Runner. One thread may use it.
+    """The device side of one engine, one device or a mesh; implements scheduler.decision.Runner. One thread may use
+    it.
 
     geometry                what the scheduler must know
     model_config, source    the model's configuration and where it came from (None from from_model)
@@ -64,10 +78,11 @@ class ModelRunner:
         source = source or resolve_model(config.model)
         model_config = load_config(source)
         options = resolve_options(config, jax.devices()[0].platform, model_config)
-        model = load_model(source, model_config, options, progress=progress)
+        options, mesh = place_on_mesh(config, model_config, options)
+        model = load_model(source, model_config, options, progress=progress, mesh=mesh)
         self.source = source
         self.tokenizer = load_tokenizer(source.path)
-        self._start(config, model, options, progress, self.tokenizer.eos_token_ids)
+        self._start(config, model, model_config, options, progress, self.tokenizer.eos_token_ids, mesh)
 
     @classmethod
     def from_model(
@@ -77,57 +92,60 @@ class ModelRunner:
         options: RuntimeOptions,
         *,
         progress: Progress | None = None,
+        mesh: Mesh | None = None,
+        model_config: ModelConfig | None = None,
     ) -> ModelRunner:
-        """A runner for a model that is built already. options: those it was built with."""
+        """A runner for a model that is built already. options: those it was built with; mesh, and the configuration
+        of the whole model: for one that is split."""
         runner = cls.__new__(cls)
         runner.source = None
         runner.tokenizer = None
-        runner._start(config, model, options, progress, model.config.eos_token_ids)
+        whole = model_config or model.config
+        runner._start(config, model, whole, options, progress, whole.eos_token_ids, mesh)
         return runner
 
     def _start(
         self,
         config: EngineConfig,
         model: Model,
+        model_config: ModelConfig,
         options: RuntimeOptions,
         progress: Progress | None,
         eos_token_ids: Iterable[int],
+        mesh: Mesh | None,
     ) -> None:
-        self.model_config = model.config
+        """model: under a mesh that of one device; model_config: of the whole model."""
+        self.model_config = model_config
         self.options = options
         self.dtype = options.dtype
         self._guard = CompileGuard()
         enable_compile_cache(config.compile_cache_dir)
-        device = jax.devices()[0]
         requested = config.max_model_len or options.max_model_len
-        max_model_len = resolve_max_model_len(requested, model.config.max_position_embeddings)
-        shapes = _resolve_shapes(config, model, options, max_model_len, device)
+        max_model_len = resolve_max_model_len(requested, model_config.max_position_embeddings)
+        shapes = _resolve_shapes(config, model, model_config.vocab_size, options, max_model_len)
         max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
-        split = split_model(model)
-        programs = StepPrograms(
-            model=split,
-            shapes=shapes,
-            pages=page_arrays(model, options, shapes.num_pages),
-            hidden_size=model.config.hidden_size,
-            attention=options.attention,
-            branch=device.platform == "cpu",
-        )
-        state = DeviceState(programs.pages, shapes)
+        programs = make_programs(model, shapes, options, mesh, hidden_size=model_config.hidden_size)
+        state = DeviceState(programs.pages, shapes) if mesh is None else ShardedState(programs)
         eos = frozenset(int(token) for token in eos_token_ids)
-        compiled: dict[Any, Any] = {} if config.warmup or options.deterministic else _CompileOnUse(programs)
+        is_ready = config.warmup or options.deterministic
+        compiled: dict[Any, Any] = {} if is_ready else _CompileOnUse(programs)
 
-        def make_steps() -> StepRunner:
-            return StepRunner(compiled, split.leaves, state, shapes, eos, hidden_size=model.config.hidden_size)
+        def make_steps() -> Any:
+            leaves = programs.model.leaves
+            if mesh is None:
+                return StepRunner(compiled, leaves, state, shapes, eos, hidden_size=model_config.hidden_size)
+            return ShardedStepRunner(compiled, leaves, state, shapes, eos, programs)
 
-        if config.warmup or options.deterministic:
+        if is_ready:
             wanted = {key: programs.program(key) for key in programs.all_keys()}
-            compile_programs(wanted, compiled, first_call=FirstCall(make_steps()), progress=progress)
+            first_call = FirstCall(make_steps()) if mesh is None else ShardedFirstCall(make_steps(), programs)
+            compile_programs(wanted, compiled, first_call=first_call, progress=progress)
         if options.deterministic:
-            shapes = keep_equal_buckets(make_steps())
+            shapes = keep_equal_buckets(make_steps() if mesh is None else SameOnAllRanks(make_steps()))
             kept = set(dataclasses.replace(programs, shapes=shapes).all_keys())
             compiled = {key: program for key, program in compiled.items() if key in kept}
         # New: requests and rows of the calls above are forgotten.
-        self._steps = make_steps()
+        self._steps: StepRunner | ShardedStepRunner = make_steps()
         self.shapes = shapes
         self.geometry = CacheGeometry(
             num_pages=shapes.num_pages,
@@ -136,24 +154,25 @@ class ModelRunner:
             max_num_samples=shapes.max_num_samples,
             max_step_tokens=shapes.max_step_tokens,
             max_model_len=max_model_len,
+            num_ranks=options.mesh.num_ranks,
         )
 
     @property
     def compiles_after_warmup(self) -> int:
         return self._guard.count
 
-    def dispatch(self, decision: StepDecision) -> StepHandle:
+    def dispatch(self, decision: StepDecision | RankedDecision) -> StepHandle | ShardedHandle:
         """Start the step and return at once. Raises ValueError, with nothing changed on the device, for a decision
         that does not fit the geometry."""
         with self._guard.watch():
             return self._steps.dispatch(decision)
 
-    def sample(self, handle: StepHandle, constraints: StepConstraints) -> StepHandle:
+    def sample(self, handle: StepHandle | ShardedHandle, constraints: StepConstraints) -> StepHandle | ShardedHandle:
         """Start the sampling of a constrained step, before anything else is dispatched."""
         with self._guard.watch():
             return self._steps.constrain(handle, constraints)
 
-    def collect(self, handle: StepHandle) -> StepResult:
+    def collect(self, handle: StepHandle | ShardedHandle) -> StepResult | RankedResult:
         """Wait for a dispatched step and read its tokens. Once per handle, in order."""
         with self._guard.watch():
             return self._steps.collect(handle)
@@ -212,9 +231,45 @@ def page_arrays(model: Model, options: RuntimeOptions, num_pages: int) -> tuple[
     )
 
 
+def place_on_mesh(
+    config: EngineConfig, model_config: ModelConfig, options: RuntimeOptions
+) -> tuple[RuntimeOptions, Mesh | None]:
+    """The mesh of this configuration (None: one device), and the options that go with it. Raises ValueError for one
+    that the model or the devices cannot be split over."""
+    shape = config.mesh_shape(0 if model_config.moe is None else model_config.moe.num_experts)
+    if shape.num_devices == 1:
+        return options, None
+    check_mesh(model_config, shape)
+    return dataclasses.replace(options, mesh=shape), make_mesh(shape)
+
+
+def make_programs(
+    model: Model, shapes: StepShapes, options: RuntimeOptions, mesh: Mesh | None, *, hidden_size: int
+) -> StepPrograms:
+    """The programs of a model (its arrays may be abstract); shapes.vocab_size is that of the whole model."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    common = {
+        "model": split_model(model),
+        "shapes": shapes,
+        "pages": page_arrays(model, options, shapes.num_pages),
+        "hidden_size": hidden_size,
+        "attention": options.attention,
+        "branch": device.platform == "cpu",
+    }
+    if mesh is None:
+        return StepPrograms(**common)
+    local_vocab = local_vocab_size(shapes.vocab_size, options.mesh.tensor)
+    return ShardedPrograms(
+        **common, mesh=mesh, shape=options.mesh, local_vocab=local_vocab, publishes=mesh.is_multi_process
+    )
+
+
 def _resolve_shapes(
-    config: EngineConfig, model: Model, options: RuntimeOptions, max_model_len: int, device: jax.Device
+    config: EngineConfig, model: Model, vocab_size: int, options: RuntimeOptions, max_model_len: int
 ) -> StepShapes:
+    device = jax.local_devices()[0]
+    # Virtual devices of one CPU share its memory.
+    sharers = min(options.mesh.num_devices, jax.local_device_count()) if device.platform == "cpu" else 1
     for spec in model.attention_specs:
         if not writes_in_place(spec, options.page_size, options.page_dtype, options.attention, device.platform):
             logger.warning(
@@ -229,7 +284,7 @@ def _resolve_shapes(
         num_pages=config.num_pages,
         kv_cache_bytes=config.kv_cache_bytes,
         memory_fraction=config.memory_fraction,
-        free_bytes=memory.free_bytes(device),
+        free_bytes=memory.free_bytes(device) // sharers,
         platform=device.platform,
         may_shorten=config.max_model_len is None,
     )
@@ -239,7 +294,7 @@ def _resolve_shapes(
         pages_per_row=plan.pages_per_request,
         page_size=options.page_size,
         num_pages=plan.num_pages,
-        vocab_size=model.config.vocab_size,
+        vocab_size=vocab_size,
         token_buckets=token_ladder(config.max_step_tokens),
         sample_buckets=sample_ladder(config.max_num_rows, config.max_step_tokens),
     )

@@ -115,11 +115,11 @@ class SampleBuilder:
                     biases.append((row, self._dense_bias(sample.params.logit_bias)))
         return biases
 
-    def build(self, samples: tuple[SampleWork, ...]) -> StagedSamples:
-        """Stage the samples of one step, which adopt() has seen. The arrays are fresh: the device may read them in
-        place."""
+    def build(self, samples: tuple[SampleWork, ...], *, at_least: int = 1) -> StagedSamples:
+        """Stage the samples of one step, which adopt() has seen, in a bucket of at least so many. The arrays are fresh:
+        the device may read them in place."""
         count = len(samples)
-        bucket = self.shapes.sample_bucket(count)
+        bucket = self.shapes.sample_bucket(max(count, at_least))
         neutral = self.shapes.max_num_rows
         rows = np.full(bucket, neutral, np.int64)
         rows[:count] = [neutral if sample.is_score else sample.row for sample in samples]
@@ -179,6 +179,10 @@ class SampleBuilder:
         return StagedSamples(
             bucket, words.reshape(-1), True, mask, _forbidden((), bucket), True, _logprob_ids((), bucket)
         )
+
+    def neutral_mask(self, bucket: int) -> np.ndarray:
+        """The mask [bucket * mask_words] of samples that may be any token."""
+        return np.full(bucket * self.shapes.mask_words, _ALL_ONES, np.int32)
 
     def counts_row(self, reset: RowReset) -> np.ndarray:
         """The device's token counts of a row as they start, [V] int16: see sampling.adjust_logits."""

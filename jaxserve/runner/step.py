@@ -238,7 +238,7 @@ def sample_greedy(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (tokens [S], updated last-token table)."""
     inputs = sample_builder.unpack(packed, num_samples)
-    return _store(inputs, sampling.greedy_tokens(logits), last_token)
+    return store(inputs, sampling.greedy_tokens(logits), last_token)
 
 
 def sample_random(
@@ -246,7 +246,7 @@ def sample_random(
 ) -> tuple[jax.Array, jax.Array]:
     """As sample_greedy, for steps where a row draws."""
     inputs = sample_builder.unpack(packed, num_samples)
-    return _store(inputs, sampling.draw_tokens(logits, inputs, branch=branch), last_token)
+    return store(inputs, sampling.draw_tokens(logits, inputs, branch=branch), last_token)
 
 
 def count(num_samples: int, counts: jax.Array, packed: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -254,7 +254,8 @@ def count(num_samples: int, counts: jax.Array, packed: jax.Array, tokens: jax.Ar
     return sampling.count_tokens(counts, sample_builder.unpack(packed, num_samples).count_row, tokens)
 
 
-def _store(inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def store(inputs: sampling.SampleInputs, drawn: jax.Array, last_token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Forced tokens in place of the drawn ones, and all of them in the last-token table (donated)."""
     tokens = jnp.where(inputs.forced >= 0, inputs.forced, drawn).astype(jnp.int32)
     return tokens, last_token.at[inputs.row].set(tokens, mode="drop")
 

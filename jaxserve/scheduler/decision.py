@@ -155,8 +155,53 @@ class StepResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RankedDecision:
+    """One step of all data ranks: rows and pages are those of each rank. None: the rank has no work in this step and
+    runs padding. At least one rank has work. Rows and samples are listed rank after rank."""
+
+    step_id: int
+    ranks: tuple[StepDecision | None, ...]
+
+    @property
+    def busy(self) -> tuple[StepDecision, ...]:
+        """The decisions of ranks with work."""
+        return tuple(decision for decision in self.ranks if decision is not None)
+
+    @property
+    def rows(self) -> tuple[RowWork, ...]:
+        return tuple(row for decision in self.busy for row in decision.rows)
+
+    @property
+    def samples(self) -> tuple[SampleWork, ...]:
+        return tuple(sample for decision in self.busy for sample in decision.samples)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(decision.num_decodes for decision in self.busy)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(decision.num_tokens for decision in self.busy)
+
+    @property
+    def is_constrained(self) -> bool:
+        return any(decision.is_constrained for decision in self.busy)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankedResult:
+    """What each rank sampled, in the order of RankedDecision.ranks; None where there was no work. pooled is that of all
+    rows, in the order of RankedDecision.rows."""
+
+    step_id: int
+    ranks: tuple[StepResult | None, ...]
+    pooled: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """What the scheduler must know of the device, resolved once by the runner.
+    """What the scheduler must know of the device, resolved once by the runner. All but num_ranks are per rank: with
+    more than one, decisions are RankedDecision and results RankedResult.
 
     num_pages includes the dummy page 0; usable pages are 1 .. num_pages - 1. max_num_samples bounds
     len(decision.samples), max_num_rows bounds len(decision.rows), max_step_tokens bounds num_tokens.
@@ -168,6 +213,7 @@ class CacheGeometry:
     max_num_samples: int
     max_step_tokens: int
     max_model_len: int
+    num_ranks: int = 1
 
 
 class Runner(Protocol):
@@ -175,14 +221,16 @@ class Runner(Protocol):
 
     geometry: CacheGeometry
 
-    def dispatch(self, decision: StepDecision) -> Any:
-        """Start the step without waiting for it; steps run in the order of dispatch."""
+    def dispatch(self, decision: Any) -> Any:
+        """Start the step (StepDecision; RankedDecision with several ranks) without waiting for it; steps run in the
+        order of dispatch."""
         ...
 
     def sample(self, handle: Any, constraints: StepConstraints) -> Any:
         """Start the sampling of a constrained step, once, before anything else is dispatched. Returns its handle."""
         ...
 
-    def collect(self, handle: Any) -> StepResult:
-        """Wait for a dispatched step and read its tokens. Called once per handle, in order."""
+    def collect(self, handle: Any) -> Any:
+        """Wait for a dispatched step and read its tokens (StepResult; RankedResult with several ranks).
+        Called once per handle, in order."""
         ...

@@ -27,10 +27,12 @@ class StepPlan:
     """Rows that decode and prefill chunks are kept apart, since the decision lists the former first.
 
     reserve(n) sets tokens and samples aside for n more decoding rows, so that prefill does not take them.
+    max_tokens bounds the tokens of this step further than the geometry does; it holds for prefill only.
     """
 
-    def __init__(self, geometry: CacheGeometry) -> None:
+    def __init__(self, geometry: CacheGeometry, max_tokens: int | None = None) -> None:
         self._geometry = geometry
+        self._max_tokens = min(geometry.max_step_tokens, max_tokens or geometry.max_step_tokens)
         self._decodes: list[RowWork] = []
         self._decode_samples: list[SampleWork] = []
         self._prefills: list[RowWork] = []
@@ -51,7 +53,7 @@ class StepPlan:
     @property
     def free_tokens(self) -> int:
         """Tokens that prefill may still take."""
-        return self._geometry.max_step_tokens - self._reserved - self.num_prefill_tokens
+        return self._max_tokens - self._reserved - self.num_prefill_tokens
 
     @property
     def free_samples(self) -> int:

@@ -83,6 +83,41 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._rows)
+
+    def demand(self) -> tuple[int, int]:
+        """(rows that decode, tokens of prompts that could be computed now, at most those of one full step)."""
+        prefilling = [s.num_missing for s in self._running if s.is_prefilling]
+        tokens, limit = sum(prefilling), self.geometry.max_step_tokens
+        for sequence in reversed(self._waiting[-len(self._rows) :] if self._rows else ()):
+            if tokens >= limit:
+                break
+            tokens += sequence.length
+        return len(self._running) - len(prefilling), min(tokens, limit)
+
+    def first_untouched(self) -> Request | None:
+        """The first waiting request that has never run here and belongs to no family of continuations."""
+        for sequence in reversed(self._waiting):
+            request = sequence.request
+            if not sequence.was_admitted and request.parent is None and request.number not in self._children:
+                return request
+        return None
+
+    def withdraw(self, number: int) -> None:
+        """Forget a waiting request, as if it had never been added. Only for first_untouched()."""
+        sequence = self._sequences.pop(number)
+        self._unwait(sequence)
+
     def add(self, request: Request) -> None:
         """Queue a request; the parent of a fork comes first.
 
@@ -139,9 +174,12 @@ class Scheduler:
         if sequence is not None:
             self._end(sequence, reason, stop_reason)
 
-    def schedule(self) -> StepDecision | None:
-        """Decide the next step and take it as done. None: nothing can run before a result is applied."""
-        plan = StepPlan(self.geometry)
+    def schedule(self, max_tokens: int | None = None) -> StepDecision | None:
+        """Decide the next step and take it as done. None: nothing can run before a result is applied.
+
+        max_tokens: prefill fills the step up to so many tokens only (None: up to the geometry's bound).
+        """
+        plan = StepPlan(self.geometry, max_tokens)
         decoding = [s for s in self._running if not s.is_prefilling and s.may_grow]
         may_prefill = True
         if self.deterministic and decoding:
@@ -152,7 +190,7 @@ class Scheduler:
             self._plan_running(plan, decode=not self.deterministic)
             self._admit(plan)
         if self.deterministic and plan.is_empty:
-            plan = StepPlan(self.geometry)
+            plan = StepPlan(self.geometry, max_tokens)
             plan.reserve(len(decoding))
             self._plan_running(plan, prefill=False)
         self._prefilled_last = plan.num_prefill_rows > 0

@@ -1,0 +1,168 @@
+"""The compiled programs and the device state of a mesh, and how one step runs through them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.runner.buckets import StepShapes
+from jaxserve.runner.memory import allocate
+from jaxserve.runner.planned_step import PlannedStep, StepPlanner
+from jaxserve.runner.sampling import Logprobs
+from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB, ShardedPrograms
+from jaxserve.runner.step import Leaves, Pages
+from jaxserve.scheduler.decision import RankedDecision, RankedResult, StepResult
+
+Compiled = Callable[..., Any]
+
+
+class ShardedState:
+    """As device.DeviceState, over a mesh."""
+
+    def __init__(self, programs: ShardedPrograms) -> None:
+        pages, tables = programs.state_structs()
+        self.pages: Pages = allocate(pages)
+        self.last_token, self.counts, self.bias = allocate(tables)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedHandle:
+    """A step on its way. Tokens and log-probabilities hold sample_bucket values for each rank."""
+
+    decision: RankedDecision
+    hidden: jax.Array
+    tokens: jax.Array | None
+    logprobs: Logprobs | None
+
+
+class Placer:
+    """Hands a step's numpy arrays to the devices.
+
+    With one host a program takes them as they are. With several, each host gives its devices their part of the array,
+    which all hosts have.
+    """
+
+    def __init__(self, programs: ShardedPrograms) -> None:
+        self._mesh = programs.mesh
+        self._is_one_host = not programs.mesh.is_multi_process
+        self._parts: dict[tuple[PartitionSpec, int], tuple[NamedSharding, slice]] = {}
+
+    def __call__(self, values: np.ndarray, part: PartitionSpec) -> Any:
+        if self._is_one_host:
+            return values
+        sharding, own = self._part(part, len(values))
+        return jax.make_array_from_process_local_data(sharding, values[own], values.shape)
+
+    def _part(self, part: PartitionSpec, size: int) -> tuple[NamedSharding, slice]:
+        found = self._parts.get((part, size))
+        if found is None:
+            sharding = NamedSharding(self._mesh, part)
+            places = [index[0].indices(size)[:2] for index in sharding.addressable_devices_indices_map((size,)).values()]
+            own = slice(min(start for start, _ in places), max(stop for _, stop in places))
+            if sum(stop - start for start, stop in set(places)) != own.stop - own.start:
+                raise ValueError(f"mesh {self._mesh.shape}: the ranks of one host are not neighbours")
+            found = self._parts[part, size] = sharding, own
+        return found
+
+
+class ShardedStepRunner:
+    """Runs planned steps through compiled programs. Not thread-safe: one thread dispatches and collects.
+
+    on_plan  called with each step before this host runs it (the other hosts get it there)
+    """
+
+    def __init__(
+        self,
+        compiled: dict[tuple[Any, ...], Compiled],
+        leaves: Leaves,
+        state: ShardedState,
+        shapes: StepShapes,
+        eos_token_ids: frozenset[int],
+        programs: ShardedPrograms,
+        on_plan: Callable[[PlannedStep], None] | None = None,
+    ) -> None:
+        self.programs = compiled
+        self.hidden_size = programs.hidden_size
+        self.leaves = leaves
+        self.state = state
+        self.shapes = shapes
+        self.num_ranks = programs.shape.num_ranks
+        self.planner = StepPlanner(
+            shapes,
+            eos_token_ids,
+            num_ranks=self.num_ranks,
+            tensor=programs.shape.tensor,
+            local_vocab=programs.local_vocab,
+        )
+        self.place = Placer(programs)
+        self._publishes = programs.publishes
+        self._on_plan = on_plan
+
+    def dispatch(self, decision: RankedDecision) -> ShardedHandle:
+        """Start a step. Raises ValueError, with nothing changed on the devices, for one that does not fit."""
+        planned = self.planner.plan(decision)
+        if self._on_plan is not None:
+            self._on_plan(planned)
+        return ShardedHandle(decision, *self.run(planned))
+
+    def run(self, planned: PlannedStep) -> tuple[jax.Array, jax.Array | None, Logprobs | None]:
+        """Start a planned step. Returns (hidden, tokens [ranks * sample_bucket], log-probabilities)."""
+        state, programs, place = self.state, self.programs, self.place
+        for reset in planned.count_resets:
+            rows, values = place(reset.rows, RANKS), place(reset.values, VOCAB)
+            state.counts = programs["set_counts",](state.counts, rows, values)
+        for bias in planned.biases:
+            rows, values = place(bias.rows, RANKS), place(bias.values, VOCAB)
+            state.bias = programs["set_bias",](state.bias, rows, values)
+        for pairs in planned.copies:
+            state.pages = programs["copy",](state.pages, place(pairs, RANKS))
+        forward = programs["forward", planned.token_bucket]
+        hidden, state.pages = forward(self.leaves, state.pages, state.last_token, place(planned.packed, RANKS))
+        if not planned.sample_bucket:
+            return hidden, None, None
+        logits = programs["head", planned.sample_bucket](self.leaves, hidden)
+        tokens = self.sample(planned, logits)
+        logprobs = None
+        if planned.wants_logprobs:
+            logprobs = programs["logprobs", planned.sample_bucket](logits, tokens)
+        if self._publishes:
+            tokens = programs["publish", planned.sample_bucket](tokens)
+            if logprobs is not None:
+                logprobs = Logprobs(*programs["publish_logprobs", planned.sample_bucket](tuple(logprobs)))
+        return hidden, tokens, logprobs
+
+    def sample(self, planned: PlannedStep, logits: jax.Array) -> jax.Array:
+        """tokens [ranks * sample_bucket], also written to the last-token tables."""
+        state, programs, bucket = self.state, self.programs, planned.sample_bucket
+        assert planned.samples is not None
+        samples = self.place(planned.samples, RANKS)
+        if planned.mask is not None:
+            mask = self.place(planned.mask, DEVICES)
+            logits = programs["adjust", bucket](logits, samples, state.counts, state.bias, mask)
+        program = programs["random" if planned.is_random else "greedy", bucket]
+        tokens, state.last_token = program(logits, samples, state.last_token)
+        if planned.counts_tokens:
+            state.counts = programs["count", bucket](state.counts, samples, tokens)
+        return tokens
+
+    def collect(self, handle: ShardedHandle) -> RankedResult:
+        """Wait for a step and read what each rank sampled."""
+        decision = handle.decision
+        if handle.tokens is None:
+            jax.block_until_ready(handle.hidden)
+        arrays = () if handle.tokens is None else (handle.tokens, *(handle.logprobs or ()))
+        read = [values.reshape(self.num_ranks, -1, *values.shape[1:]) for values in jax.device_get(arrays)]
+        results: list[StepResult | None] = []
+        for rank, part in enumerate(decision.ranks):
+            if part is None:
+                results.append(None)
+            elif not read:
+                results.append(StepResult(part.step_id, np.zeros(0, np.int32)))
+            else:
+                results.append(StepResult(part.step_id, *(values[rank, : len(part.samples)] for values in read)))
+        return RankedResult(decision.step_id, tuple(results))

@@ -1,0 +1,199 @@
+"""First calls of a mesh's programs, and the view of them that deterministic.py probes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.runner.batch_builder import StepBuffer
+from jaxserve.runner.planned_step import PlannedStep
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
+from jaxserve.runner.sharded_device import ShardedStepRunner
+from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB
+from jaxserve.runner.step import COPIES_PER_CALL
+from jaxserve.scheduler.decision import RowWork, SampleWork, StepDecision
+
+_NUM_DIFFERENCES = itertools.count()
+
+
+class ShardedFirstCall:
+    """Runs each program of a mesh once; as warmup.FirstCall. All hosts must make the same calls in the same order."""
+
+    def __init__(self, runner: ShardedStepRunner) -> None:
+        self.runner = runner
+        self._logits: dict[int, jax.Array] = {}
+
+    def __call__(self, key: tuple[Any, ...]) -> None:
+        """Call the program of `key` and wait for it."""
+        jax.block_until_ready(self._call(*key))
+
+    def _call(self, name: str, size: int = 0) -> Any:
+        runner, state, place = self.runner, self.runner.state, self.runner.place
+        ranks, program = runner.num_ranks, runner.programs[(name, size) if size else (name,)]
+        if name == "forward":
+            bucket, packed = runner.planner.batch(self._decisions(size), size)
+            assert bucket == size
+            hidden, state.pages = program(runner.leaves, state.pages, state.last_token, place(packed, RANKS))
+            return hidden
+        if name == "copy":
+            state.pages = program(state.pages, place(np.zeros(ranks * (1 + 2 * COPIES_PER_CALL), np.int32), RANKS))
+            return state.pages
+        if name in ("set_counts", "set_bias"):
+            table = state.counts if name == "set_counts" else state.bias
+            row = runner.planner.row_values(0, 0, np.zeros(runner.shapes.vocab_size, table.dtype))
+            table = program(table, place(row.rows, RANKS), place(row.values, VOCAB))
+            if name == "set_counts":
+                state.counts = table
+            else:
+                state.bias = table
+            return table
+        return self._sampling(program, name, size)
+
+    def _decisions(self, size: int) -> list[StepDecision | None]:
+        shapes = self.runner.shapes
+        room = min(shapes.pages_per_row, shapes.num_pages - 1)
+        tokens = np.zeros(min(size, room * shapes.page_size), np.int32)
+        row = RowWork(0, 0, 0, tokens, np.arange(1, 1 + room, dtype=np.int32))
+        return [StepDecision(0, (row,), 0, ())] * self.runner.num_ranks
+
+    def _sampling(self, program: Any, name: str, size: int) -> Any:
+        runner, state, place = self.runner, self.runner.state, self.runner.place
+        ranks = runner.num_ranks
+        tokens = place(np.zeros(ranks * size, np.int32), RANKS)
+        if name == "publish":
+            return program(tokens)
+        if name == "publish_logprobs":
+            return program(tuple(runner.programs["logprobs", size](self._some_logits(size), tokens)))
+        if name == "head":
+            return self._some_logits(size)
+        logits = self._some_logits(size)
+        if name == "logprobs":
+            return program(logits, tokens)
+        samples = place(np.tile(runner.planner.samples[0].neutral(size).packed, ranks), RANKS)
+        if name == "adjust":
+            words = np.full(ranks * runner.planner.tensor * size * runner.planner.local_mask_words, -1, np.int32)
+            return program(logits, samples, state.counts, state.bias, place(words, DEVICES))
+        if name == "count":
+            state.counts = program(state.counts, samples, tokens)
+            return state.counts
+        drawn, state.last_token = program(logits, samples, state.last_token)
+        return drawn
+
+    def _some_logits(self, size: int) -> jax.Array:
+        if size not in self._logits:
+            self._logits[size] = self.runner.programs["head", size](self.runner.leaves, self.hidden())
+        return self._logits[size]
+
+    def hidden(self) -> Any:
+        """Zeros in place of the hidden states of all ranks."""
+        runner = self.runner
+        shape = (runner.num_ranks * runner.shapes.max_num_samples, runner.hidden_size)
+        return runner.place(np.zeros(shape, np.float32), RANKS)
+
+
+class SameOnAllRanks:
+    """A mesh as deterministic.keep_equal_buckets sees an engine of one device: every rank computes the same step.
+
+    What comes back reads as the first rank's result (see OfOneRank). In every other step the later ranks idle, so that what they do is shown not to matter.
+    """
+
+    def __init__(self, runner: ShardedStepRunner) -> None:
+        self._runner = runner
+        self._num_steps = 0
+        self.shapes = runner.shapes
+        self.batches = _Batches(self)
+        self.samples = _Samples(runner.planner.samples)
+        self.programs = {
+            key: functools.partial(self.logprobs, key[1]) for key in runner.programs if key[0] == "logprobs"
+        }
+
+    def pack(self, decision: StepDecision, at_least: int) -> tuple[np.ndarray, int]:
+        """The packed step of all ranks, and its bucket."""
+        self._num_steps += 1
+        others = decision if self._num_steps % 2 else None
+        ranks = [decision, *[others] * (self._runner.num_ranks - 1)]
+        bucket, packed = self._runner.planner.batch(ranks, at_least)
+        return packed, bucket
+
+    def forward(self, bucket: int, packed: np.ndarray) -> OfOneRank:
+        """Hidden states [max_num_samples, hidden_size]."""
+        runner, state = self._runner, self._runner.state
+        forward = runner.programs["forward", bucket]
+        hidden, state.pages = forward(runner.leaves, state.pages, state.last_token, runner.place(packed, RANKS))
+        return OfOneRank(hidden, compares=bool(self._num_steps % 2))
+
+    def head(self, bucket: int, hidden: jax.Array) -> OfOneRank:
+        """Logits [bucket, V], each rank's for the same hidden states."""
+        runner = self._runner
+        hidden = runner.place(self._tile(np.asarray(hidden)), RANKS)
+        return OfOneRank(runner.programs["head", bucket](runner.leaves, hidden))
+
+    def sample(self, staged: StagedSamples, logits: OfOneRank) -> OfOneRank:
+        """tokens [bucket]"""
+        planned = PlannedStep(
+            0, 0, np.zeros(0, np.int32), sample_bucket=staged.bucket, samples=self._tile(staged.packed),
+            is_random=staged.is_random,
+        )  # fmt: skip
+        return OfOneRank(self._runner.sample(planned, logits.values))
+
+    def logprobs(self, bucket: int, logits: OfOneRank, tokens: OfOneRank) -> tuple[OfOneRank, ...]:
+        """What sampling.token_logprobs returns."""
+        found = self._runner.programs["logprobs", bucket](logits.values, tokens.values)
+        return tuple(OfOneRank(part) for part in found)
+
+    def _tile(self, values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values] * self._runner.num_ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfOneRank:
+    """An array of all ranks that numpy reads as the first one's; as values that never come twice if
+    another rank's has other bits."""
+
+    values: jax.Array
+    compares: bool = True
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Along the second axis lie the tensor devices' parts of one rank.
+        by_part: dict[int, list[np.ndarray]] = {}
+        for shard in self.values.addressable_shards:
+            start = (shard.index[1].start or 0) if len(shard.index) > 1 else 0
+            by_part.setdefault(start, []).append(np.asarray(shard.data))
+        first = [parts[0] for _, parts in sorted(by_part.items())]
+        found = np.concatenate(first, axis=1) if len(first) > 1 else first[0]
+        if self.compares and any(one.tobytes() != parts[0].tobytes() for parts in by_part.values() for one in parts):
+            found = np.full_like(found, -2 - next(_NUM_DIFFERENCES))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batches:
+    """BatchBuilder's part of the view."""
+
+    view: SameOnAllRanks
+
+    @property
+    def layout(self) -> Any:
+        return self.view._runner.planner.batches.layout
+
+    def build(self, decision: StepDecision, buffer: StepBuffer, *, at_least: int = 1) -> tuple[np.ndarray, int]:
+        return self.view.pack(decision, at_least)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Samples:
+    """SampleBuilder's part of the view: every rank adopts the same samples."""
+
+    builders: tuple[SampleBuilder, ...]
+
+    def adopt(self, samples: tuple[SampleWork, ...]) -> None:
+        for builder in self.builders:
+            builder.adopt(samples)
+
+    def build(self, samples: tuple[SampleWork, ...]) -> StagedSamples:
+        return self.builders[0].build(samples)
