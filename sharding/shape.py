@@ -41,6 +41,9 @@ class MeshShape:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
 
+ONE_DEVICE = MeshShape()
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """ "data=4,tensor=2" -> {"data": 4, "tensor": 2}. ValueError for an unknown or repeated axis, or a bad size."""
     found: dict[str, int] = {}

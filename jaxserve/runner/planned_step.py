@@ -103,9 +103,7 @@ class StepPlanner:
         ]
         return bucket, np.concatenate(parts)
 
-    def _with_samples(
-        self, planned: PlannedStep, ranks: Sequence[StepDecision | None], at_least: int
-    ) -> PlannedStep:
+    def _with_samples(self, planned: PlannedStep, ranks: Sequence[StepDecision | None], at_least: int) -> PlannedStep:
         staged = [
             builder.build(() if part is None else part.samples, at_least=at_least)
             for part, builder in zip(ranks, self.samples, strict=True)

@@ -16,7 +16,7 @@ from jaxserve.runner.planned_step import PlannedStep, StepPlanner
 from jaxserve.runner.sampling import Logprobs
 from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB, ShardedPrograms
 from jaxserve.runner.step import Leaves, Pages
-from jaxserve.scheduler.decision import RankedDecision, RankedResult, StepResult
+from jaxserve.scheduler.decision import RankedDecision, RankedResult, StepDecision, StepResult
 
 Compiled = Callable[..., Any]
 
@@ -62,7 +62,9 @@ class Placer:
         found = self._parts.get((part, size))
         if found is None:
             sharding = NamedSharding(self._mesh, part)
-            places = [index[0].indices(size)[:2] for index in sharding.addressable_devices_indices_map((size,)).values()]
+            places = [
+                index[0].indices(size)[:2] for index in sharding.addressable_devices_indices_map((size,)).values()
+            ]
             own = slice(min(start for start, _ in places), max(stop for _, stop in places))
             if sum(stop - start for start, stop in set(places)) != own.stop - own.start:
                 raise ValueError(f"mesh {self._mesh.shape}: the ranks of one host are not neighbours")
@@ -103,8 +105,11 @@ class ShardedStepRunner:
         self._publishes = programs.publishes
         self._on_plan = on_plan
 
-    def dispatch(self, decision: RankedDecision) -> ShardedHandle:
-        """Start a step. Raises ValueError, with nothing changed on the devices, for one that does not fit."""
+    def dispatch(self, decision: RankedDecision | StepDecision) -> ShardedHandle:
+        """Start a step; with one rank its StepDecision. Raises ValueError, with nothing changed on the devices, for one
+        that does not fit."""
+        if isinstance(decision, StepDecision):
+            decision = RankedDecision(decision.step_id, (decision,))
         planned = self.planner.plan(decision)
         if self._on_plan is not None:
             self._on_plan(planned)
@@ -150,8 +155,8 @@ class ShardedStepRunner:
             state.counts = programs["count", bucket](state.counts, samples, tokens)
         return tokens
 
-    def collect(self, handle: ShardedHandle) -> RankedResult:
-        """Wait for a step and read what each rank sampled."""
+    def collect(self, handle: ShardedHandle) -> RankedResult | StepResult:
+        """Wait for a step and read what each rank sampled; with one rank its StepResult."""
         decision = handle.decision
         if handle.tokens is None:
             jax.block_until_ready(handle.hidden)
@@ -165,4 +170,7 @@ class ShardedStepRunner:
                 results.append(StepResult(part.step_id, np.zeros(0, np.int32)))
             else:
                 results.append(StepResult(part.step_id, *(values[rank, : len(part.samples)] for values in read)))
+        if self.num_ranks == 1:
+            assert results[0] is not None
+            return results[0]
         return RankedResult(decision.step_id, tuple(results))

@@ -234,4 +234,3 @@ def set_row(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
 def publish(values: jax.Array) -> jax.Array:
     """Every rank's values on every device, one rank after the other."""
     return lax.all_gather(values, ("data", "expert"), tiled=True)
-

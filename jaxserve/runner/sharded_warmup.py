@@ -14,7 +14,7 @@ from jaxserve.runner.batch_builder import StepBuffer
 from jaxserve.runner.planned_step import PlannedStep
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.runner.sharded_device import ShardedStepRunner
-from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB
+from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB, ShardedPrograms
 from jaxserve.runner.step import COPIES_PER_CALL
 from jaxserve.scheduler.decision import RowWork, SampleWork, StepDecision
 
@@ -24,9 +24,9 @@ _NUM_DIFFERENCES = itertools.count()
 class ShardedFirstCall:
     """Runs each program of a mesh once; as warmup.FirstCall. All hosts must make the same calls in the same order."""
 
-    def __init__(self, runner: ShardedStepRunner) -> None:
+    def __init__(self, runner: ShardedStepRunner, programs: ShardedPrograms) -> None:
         self.runner = runner
-        self._logits: dict[int, jax.Array] = {}
+        self._described = programs
 
     def __call__(self, key: tuple[Any, ...]) -> None:
         """Call the program of `key` and wait for it."""
@@ -52,7 +52,22 @@ class ShardedFirstCall:
             else:
                 state.bias = table
             return table
-        return self._sampling(program, name, size)
+        # Arrays that other programs make: zeros of the same kind.
+        described = self._described.program((name, size)).arguments
+        if name == "head":
+            return program(runner.leaves, _zeros(described[1]))
+        if name in ("publish", "publish_logprobs", "logprobs"):
+            return program(*_zeros(described))
+        samples = place(np.tile(runner.planner.samples[0].neutral(size).packed, ranks), RANKS)
+        if name == "count":
+            state.counts = program(state.counts, samples, _zeros(described[2]))
+            return state.counts
+        logits = _zeros(described[0])
+        if name == "adjust":
+            words = np.full(ranks * runner.planner.tensor * size * runner.planner.local_mask_words, -1, np.int32)
+            return program(logits, samples, state.counts, state.bias, place(words, DEVICES))
+        drawn, state.last_token = program(logits, samples, state.last_token)
+        return drawn
 
     def _decisions(self, size: int) -> list[StepDecision | None]:
         shapes = self.runner.shapes
@@ -61,45 +76,22 @@ class ShardedFirstCall:
         row = RowWork(0, 0, 0, tokens, np.arange(1, 1 + room, dtype=np.int32))
         return [StepDecision(0, (row,), 0, ())] * self.runner.num_ranks
 
-    def _sampling(self, program: Any, name: str, size: int) -> Any:
-        runner, state, place = self.runner, self.runner.state, self.runner.place
-        ranks = runner.num_ranks
-        tokens = place(np.zeros(ranks * size, np.int32), RANKS)
-        if name == "publish":
-            return program(tokens)
-        if name == "publish_logprobs":
-            return program(tuple(runner.programs["logprobs", size](self._some_logits(size), tokens)))
-        if name == "head":
-            return self._some_logits(size)
-        logits = self._some_logits(size)
-        if name == "logprobs":
-            return program(logits, tokens)
-        samples = place(np.tile(runner.planner.samples[0].neutral(size).packed, ranks), RANKS)
-        if name == "adjust":
-            words = np.full(ranks * runner.planner.tensor * size * runner.planner.local_mask_words, -1, np.int32)
-            return program(logits, samples, state.counts, state.bias, place(words, DEVICES))
-        if name == "count":
-            state.counts = program(state.counts, samples, tokens)
-            return state.counts
-        drawn, state.last_token = program(logits, samples, state.last_token)
-        return drawn
 
-    def _some_logits(self, size: int) -> jax.Array:
-        if size not in self._logits:
-            self._logits[size] = self.runner.programs["head", size](self.runner.leaves, self.hidden())
-        return self._logits[size]
+def _zeros(struct: Any) -> Any:
+    """A global array of zeros (or several) like the struct of a program's argument."""
 
-    def hidden(self) -> Any:
-        """Zeros in place of the hidden states of all ranks."""
-        runner = self.runner
-        shape = (runner.num_ranks * runner.shapes.max_num_samples, runner.hidden_size)
-        return runner.place(np.zeros(shape, np.float32), RANKS)
+    def one(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: np.zeros(shape, leaf.dtype))
+
+    return jax.tree.map(one, struct)
 
 
 class SameOnAllRanks:
     """A mesh as deterministic.keep_equal_buckets sees an engine of one device: every rank computes the same step.
 
-    What comes back reads as the first rank's result (see OfOneRank). In every other step the later ranks idle, so that what they do is shown not to matter.
+    What comes back reads as the first rank's result (see OfOneRank). In every other step the later ranks idle, so that
+    what they do is shown not to matter.
     """
 
     def __init__(self, runner: ShardedStepRunner) -> None:

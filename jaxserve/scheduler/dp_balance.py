@@ -10,8 +10,8 @@ So this part decides three things only:
   A waiting request stands for a prompt still to be computed and weighs four running ones; a cached prefix that saves
   a full step of prefill is worth one waiting request. All ranks share the device's time, so the cost counts requests,
   not seconds. Continuations of one prompt go to the same rank, where they share its pages.
-* Moves. A request that has not started may move to a rank which could start it at once, when that is cheaper by more
-  than what the request itself adds: queues are filled when requests arrive, not when they leave.
+* Moves. A request that its rank cannot start now moves to a rank that can and has nothing else waiting, if that rank's
+  cost is below that of waiting on: queues are filled when requests arrive, not when others leave.
 * Balance. All ranks wait for the one with the most tokens. While others decode, a prompt is computed in chunks of
   about the ranks' mean load, but no less than a quarter of a full step (`token_limit`).
 """
@@ -73,12 +73,11 @@ class RankedScheduler:
         """The rank of least cost; the lowest of equals."""
         return min(range(len(self.ranks)), key=lambda rank: self.cost(request, rank))
 
-    def cost(self, request: Request, rank: int, *, already_waits: bool = False) -> float:
-        """What placing a request on a rank costs (see above). already_waits: it is in that rank's queue now."""
+    def cost(self, request: Request, rank: int) -> float:
+        """What placing a request on a rank costs (see above); in whose queue it is, with its own wait."""
         scheduler = self.ranks[rank]
-        waiting = scheduler.num_waiting - already_waits
         saved = self._matched(request, rank) / self.geometry.max_step_tokens
-        return WAITING_WEIGHT * (waiting - saved) + scheduler.num_running
+        return WAITING_WEIGHT * (scheduler.num_waiting - saved) + scheduler.num_running
 
     def abort(self, number: int) -> Request | None:
         rank = self._rank_of.pop(number, None)
@@ -155,16 +154,19 @@ class RankedScheduler:
                 continue
             giver = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].num_waiting)
             request = self.ranks[giver].first_untouched()
-            if request is None or not self._could_start(request, taker):
+            if request is None or self._could_start(request, giver) or not self._could_start(request, taker):
                 continue
-            if self.cost(request, taker) + WAITING_WEIGHT < self.cost(request, giver, already_waits=True):
+            if self.cost(request, taker) < self.cost(request, giver):
                 self.ranks[giver].withdraw(request.number)
                 self._add(request, taker)
                 self.num_moves += 1
 
     def _could_start(self, request: Request, rank: int) -> bool:
         tokens = request.max_total_tokens if self.ranks[rank].deterministic else request.num_prompt_tokens
-        return -(-tokens // self.geometry.page_size) <= self.ranks[rank].cache.num_available
+        return (
+            self.ranks[rank].has_free_row
+            and -(-tokens // self.geometry.page_size) <= self.ranks[rank].cache.num_available
+        )
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

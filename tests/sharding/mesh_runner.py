@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxserve.scheduler.decision import RankedDecision, RankedResult
 from jaxserve.scheduler.dp_balance import make_scheduler
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny"
+_NUMBERS = itertools.count()  # a runner tells requests apart by their numbers
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
@@ -80,7 +82,7 @@ class Served:
     logits: dict[int, list[np.ndarray]]
     decisions: list[Any]
     scheduler: Any
-    logprobs: dict[int, list[float]]
+    logprobs: list[list[float]]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -94,7 +96,6 @@ def serve(
     *,
     depth: int = 2,
     scheduler: Any = None,
-    first_number: int = 0,
 ) -> Served:
     """Serve all prompts at once with `depth` steps in flight, checking the books after each."""
     if scheduler is None:
@@ -105,10 +106,10 @@ def serve(
     recording = steps.programs = _Recording(steps.programs)
     options = params if isinstance(params, list) else [params] * len(prompts)
     requests = [
-        Request(first_number + i, prompt, one, 100 + i, len(prompt) + (one.max_tokens or 8))
+        Request(next(_NUMBERS), prompt, one, 100 + i, len(prompt) + (one.max_tokens or 8))
         for i, (prompt, one) in enumerate(zip(prompts, options, strict=True))
     ]
-    served = Served(requests, {r.number: [] for r in requests}, [], scheduler, {r.number: [] for r in requests})
+    served = Served(requests, {r.number: [] for r in requests}, [], scheduler, [[] for _ in requests])
     for request in requests:
         scheduler.add(request)
     flying: list[tuple] = []
@@ -126,7 +127,7 @@ def serve(
         _keep_logits(served, decision, result, logits, runner)
         for event in scheduler.apply(decision, result):
             if event.logprob is not None and not event.prompt_index:
-                served.logprobs[event.request.number].append(event.logprob)
+                served.logprobs[requests.index(event.request)].append(event.logprob)
         scheduler.check_integrity()
     steps.programs = recording.programs
     return served

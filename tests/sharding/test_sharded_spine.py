@@ -1,0 +1,104 @@
+"""What one device does, a mesh does too: options of requests, prefixes, preemption, determinism, no late compiles."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from mesh_runner import build, reference, serve
+
+from jaxserve.request import Request
+from jaxserve.runner.runner import ModelRunner
+from jaxserve.sampling_params import SamplingParams
+
+MESH = "data=2,tensor=2"
+OPTIONS = [
+    SamplingParams(temperature=0.0, max_tokens=8, logprobs=3),
+    SamplingParams(temperature=1.0, max_tokens=8, logprobs=2),
+    SamplingParams(temperature=0.8, top_k=5, max_tokens=8),
+    SamplingParams(temperature=1.2, top_p=0.7, min_p=0.02, max_tokens=8),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, max_tokens=8),
+    SamplingParams(temperature=0.9, logit_bias={3: 4.0, 200: 5.0, 7: -100.0}, max_tokens=8),
+    SamplingParams(temperature=1.0, allowed_token_ids=[1, 5, 77, 90, 201], max_tokens=8),
+    SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=[11, 12], max_tokens=8, prompt_logprobs=2),
+]
+
+
+@functools.cache
+def runner_of(mesh: str) -> ModelRunner:
+    return build("llama", mesh, warmup=True, max_step_tokens=16)
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    known = [prompt for prompt, *_ in reference("llama")]
+    return [known[i % len(known)] for i in range(count)]
+
+
+def test_every_option_gives_the_tokens_of_one_device_and_compiles_nothing() -> None:
+    many, one = runner_of(MESH), runner_of("")
+    found = serve(many, prompts(8), OPTIONS)
+    expected = serve(one, prompts(8), OPTIONS)
+    assert found.tokens == expected.tokens
+    assert len({tuple(tokens) for tokens in found.tokens}) == 8
+    for values, wanted in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-4)
+    assert len(expected.logprobs[0]) == 8
+    assert many.compiles_after_warmup == 0
+
+
+def test_prefixes_are_found_on_the_rank_that_has_them() -> None:
+    runner = runner_of(MESH)
+    prompt = prompts(5)[np.argmax([len(p) for p in prompts(5)])]
+    first = serve(runner, [prompt])
+    again = serve(runner, [prompt], scheduler=first.scheduler)
+    assert again.tokens == first.tokens
+    assert again.requests[0].num_cached_tokens == (len(prompt) - 1) // 8 * 8
+
+
+def test_forks_share_pages_and_copy_the_last_one() -> None:
+    runner = runner_of(MESH)
+    scheduler = serve(runner, []).scheduler
+    prompt = prompts(1)[0]
+    params = SamplingParams(temperature=1.0, max_tokens=6, n=3)
+    parent = Request(10**6, prompt, params, 100, len(prompt) + 6)
+    family = [parent]
+    for i in (1, 2):
+        family.append(Request(10**6 + i, prompt, params, 100 + i, len(prompt) + 6, index=i, parent=parent))
+    for request in family:
+        scheduler.add(request)
+    copies = 0
+    while scheduler.has_work:
+        decision = scheduler.schedule()
+        copies += sum(len(part.copies) for part in decision.ranks if part is not None)
+        scheduler.apply(decision, runner.collect(runner.dispatch(decision)))
+        scheduler.check_integrity()
+    assert copies == 2 and len(prompt) % 8
+    # Requests of their own with the same seeds (100, 101, 102) draw the same.
+    expected = serve(runner_of(""), [prompt] * 3, SamplingParams(temperature=1.0, max_tokens=6))
+    assert [request.output_ids for request in family] == expected.tokens
+    assert len({tuple(tokens) for tokens in expected.tokens}) == 3
+
+
+def test_preemption_recomputes() -> None:
+    """Seven pages of 8 tokens for each rank, four requests that grow to 40 tokens each."""
+    small = build("llama", MESH, num_pages=8, max_model_len=56)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    chosen = sorted(prompts(5), key=len)[:4]
+    found = serve(small, chosen, params)
+    assert found.scheduler.stats().num_preemptions > 0
+    assert found.tokens == serve(runner_of(""), chosen, params).tokens
+
+
+@pytest.mark.parametrize("mesh", ["data=4,tensor=2"])
+def test_deterministic_tokens_and_logprobs_do_not_depend_on_the_batch(mesh: str) -> None:
+    """Bitwise: alone, with others on all ranks, and with its prefix cached."""
+    runner = build("llama", mesh, deterministic=True, max_step_tokens=8, max_num_rows=2)
+    params = SamplingParams(temperature=1.0, max_tokens=6, logprobs=0)
+    alone = serve(runner, prompts(1), params)
+    full = serve(runner, prompts(8), params)
+    cached = serve(runner, prompts(1), params, scheduler=full.scheduler)
+    assert full.tokens[0] == alone.tokens[0] == cached.tokens[0]
+    assert full.logprobs[0] == alone.logprobs[0] == cached.logprobs[0]
+    assert cached.requests[0].num_cached_tokens == (len(prompts(1)[0]) - 1) // 8 * 8
+    assert runner.compiles_after_warmup == 0
