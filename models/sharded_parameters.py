@@ -100,9 +100,7 @@ class ShardedParameters:
             # The devices' results are summed with the bias in them: one of them has it.
             joined = _Dimension(tuple(("once", whole, local) for _, whole, local in joined.parts))
         dimensions = self._dimension(stack, count), joined
-        return self._array(
-            self._read("stack_bias", slots, _sizes(joined), _size(dimensions[0])), dimensions, _FLOAT32
-        )
+        return self._array(self._read("stack_bias", slots, _sizes(joined), _size(dimensions[0])), dimensions, _FLOAT32)
 
     def vector(self, slot: str, size: int) -> jax.Array:
         dimension = self._rows((slot,), (size,))

@@ -123,7 +123,7 @@ class BatchBuilder:
         for index in np.flatnonzero(buffer.pages_used).tolist():
             out["page_table"][index, : buffer.pages_used[index]] = 0
         buffer.pages_used[:] = 0
-        for name in ("query_start", "seq_len", "table_row", "num_rows", "sample_index"):
+        for name in ("query_start", "seq_len", "table_row", "pooling", "num_rows", "sample_index"):
             out[name][...] = 0
         self._fill_unused_tokens(out, 0)
         return buffer.words[: self.layout.size(bucket)]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxserve.runner.batch_builder import BatchBuilder, StepBuffer
 from jaxserve.runner.buckets import StepShapes
-from jaxserve.runner.sample_builder import SampleBuilder
+from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.runner.step import COPIES_PER_CALL
-from jaxserve.scheduler.decision import RankedDecision, RowReset, StepDecision
+from jaxserve.scheduler.decision import RankedDecision, RowReset, StepConstraints, StepDecision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +28,30 @@ class RowValues:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PlannedSamples:
+    """What a step hands to the sampling programs; see sample_builder.StagedSamples. Arrays join the ranks' parts.
+
+    mask   [ranks * tensor devices * bucket * mask words of a device] int32
+    """
+
+    bucket: int
+    packed: np.ndarray
+    is_random: bool = False
+    mask: np.ndarray | None = None
+    forbidden: np.ndarray | None = None
+    counts_tokens: bool = False
+    logprob_ids: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
     """Everything that a step hands to the programs. Arrays join the ranks' parts, one after the other.
 
     packed          [ranks * words of a step with token_bucket tokens] int32
     copies          one [ranks * (1 + 2 * COPIES_PER_CALL)] int32 for each call of the copy program
     sample_bucket   0: nothing is sampled
-    samples         [ranks * words of sample_bucket samples] int32
-    mask            [devices of a data group * sample_bucket * mask words of a device] int32, or None: no row needs it
+    samples         None without samples, and for a constrained step, whose samples follow by themselves
+    wants_pooled    some row makes an embedding
     """
 
     step_id: int
@@ -45,11 +61,8 @@ class PlannedStep:
     biases: tuple[RowValues, ...] = ()
     copies: tuple[np.ndarray, ...] = ()
     sample_bucket: int = 0
-    samples: np.ndarray | None = None
-    mask: np.ndarray | None = None
-    is_random: bool = False
-    counts_tokens: bool = False
-    wants_logprobs: bool = False
+    samples: PlannedSamples | None = None
+    wants_pooled: bool = False
 
 
 class StepPlanner:
@@ -68,16 +81,23 @@ class StepPlanner:
         self.samples = tuple(SampleBuilder(shapes, eos_token_ids) for _ in range(num_ranks))
         self._buffers = tuple(StepBuffer(self.batches.layout) for _ in range(num_ranks))
 
-    def plan(self, decision: RankedDecision, *, at_least: int = 1, sample_bucket: int = 0) -> PlannedStep:
-        """Raises ValueError for a decision that does not fit the shapes or names a page or row that does not exist.
+    def plan(self, decision: RankedDecision) -> tuple[PlannedStep, tuple[StagedSamples, ...]]:
+        """The step, and each rank's samples (empty without any).
 
-        at_least, sample_bucket: smallest buckets to take (for warm-up and probes).
+        Raises ValueError for a decision that does not fit the shapes or names a page or row that does not exist.
         """
         ranks = decision.ranks
-        if len(ranks) != self.num_ranks or all(part is None for part in ranks):
+        if len(ranks) != self.num_ranks or not decision.busy:
             raise ValueError(f"ranks of a step: got {len(ranks)}; allowed: {self.num_ranks}, at least one with work")
-        bucket, packed = self.batch(ranks, at_least)
+        bucket, packed = self.batch(ranks)
         biases = self._biases(ranks)
+        most = max(len(part.samples) for part in decision.busy)
+        staged: tuple[StagedSamples, ...] = ()
+        if most:
+            staged = tuple(
+                builder.build(() if part is None else part.samples, at_least=most)
+                for part, builder in zip(ranks, self.samples)
+            )
         planned = PlannedStep(
             step_id=decision.step_id,
             token_bucket=bucket,
@@ -85,11 +105,32 @@ class StepPlanner:
             count_resets=self._resets(ranks),
             biases=biases,
             copies=self._copies(ranks),
+            sample_bucket=staged[0].bucket if staged else 0,
+            samples=None if not staged or decision.is_constrained else self._join(staged),
+            wants_pooled=any(row.pooling for row in decision.rows),
         )
-        most = max(len(part.samples) for part in ranks if part is not None)
-        if not most and not sample_bucket:
-            return planned
-        return self._with_samples(planned, ranks, max(most, sample_bucket))
+        return planned, staged
+
+    def constrain(
+        self, decision: RankedDecision, staged: tuple[StagedSamples, ...], constraints: StepConstraints
+    ) -> PlannedSamples:
+        """The samples of a constrained step. Constraints count the samples of all ranks, one rank after the other."""
+        limited, first = [], 0
+        for part, builder, one in zip(decision.ranks, self.samples, staged, strict=True):
+            samples = () if part is None else part.samples
+            chosen = (constraints.indices >= first) & (constraints.indices < first + len(samples))
+            own = StepConstraints(
+                constraints.indices[chosen] - first,
+                constraints.masks[chosen],
+                {
+                    index - first: token
+                    for index, token in constraints.forced.items()
+                    if first <= index < first + len(samples)
+                },
+            )
+            limited.append(builder.constrain(one, samples, own))
+            first += len(samples)
+        return self._join(tuple(limited))
 
     def batch(self, ranks: Sequence[StepDecision | None], at_least: int = 1) -> tuple[int, np.ndarray]:
         """(token bucket, packed words of all ranks): a fresh array."""
@@ -103,27 +144,28 @@ class StepPlanner:
         ]
         return bucket, np.concatenate(parts)
 
-    def _with_samples(self, planned: PlannedStep, ranks: Sequence[StepDecision | None], at_least: int) -> PlannedStep:
-        staged = [
-            builder.build(() if part is None else part.samples, at_least=at_least)
-            for part, builder in zip(ranks, self.samples, strict=True)
-        ]
+    def _join(self, staged: tuple[StagedSamples, ...]) -> PlannedSamples:
+        """All ranks' samples; a rank that needs nothing of what another one needs gets neutral values."""
         bucket = staged[0].bucket
+        neutral = self.samples[0].neutral(bucket)
+        is_adjusted = any(one.mask is not None for one in staged)
+        reports = any(one.logprob_ids is not None for one in staged)
+
+        def joined(arrays: Iterable[np.ndarray | None], instead: np.ndarray | None) -> np.ndarray:
+            return np.concatenate([instead if array is None else array for array in arrays])
+
         mask = None
-        if any(one.mask is not None for one in staged):
-            masks = [
-                builder.neutral_mask(bucket) if one.mask is None else one.mask
-                for one, builder in zip(staged, self.samples)
-            ]
-            mask = np.concatenate([self._split_mask(one, bucket) for one in masks])
-        return dataclasses.replace(
-            planned,
-            sample_bucket=bucket,
-            samples=np.concatenate([one.packed for one in staged]),
-            mask=mask,
+        if is_adjusted:
+            masks = [neutral.mask if one.mask is None else one.mask for one in staged]
+            mask = np.concatenate([self._split_mask(one, bucket) for one in masks if one is not None])
+        return PlannedSamples(
+            bucket=bucket,
+            packed=np.concatenate([one.packed for one in staged]),
             is_random=any(one.is_random for one in staged),
+            mask=mask,
+            forbidden=joined((one.forbidden for one in staged), neutral.forbidden) if is_adjusted else None,
             counts_tokens=any(one.counts_tokens for one in staged),
-            wants_logprobs=any(one.wants_logprobs for one in staged),
+            logprob_ids=joined((one.logprob_ids for one in staged), neutral.logprob_ids) if reports else None,
         )
 
     def _split_mask(self, mask: np.ndarray, bucket: int) -> np.ndarray:

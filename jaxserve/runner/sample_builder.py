@@ -180,10 +180,6 @@ class SampleBuilder:
             bucket, words.reshape(-1), True, mask, _forbidden((), bucket), True, _logprob_ids((), bucket)
         )
 
-    def neutral_mask(self, bucket: int) -> np.ndarray:
-        """The mask [bucket * mask_words] of samples that may be any token."""
-        return np.full(bucket * self.shapes.mask_words, _ALL_ONES, np.int32)
-
     def counts_row(self, reset: RowReset) -> np.ndarray:
         """The device's token counts of a row as they start, [V] int16: see sampling.adjust_logits."""
         counted = np.bincount(reset.output_ids, minlength=self.shapes.vocab_size)

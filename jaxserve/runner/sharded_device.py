@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.memory import allocate
-from jaxserve.runner.planned_step import PlannedStep, StepPlanner
+from jaxserve.runner.planned_step import PlannedSamples, PlannedStep, StepPlanner
+from jaxserve.runner.sample_builder import StagedSamples
 from jaxserve.runner.sampling import Logprobs
 from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB, ShardedPrograms
 from jaxserve.runner.step import Leaves, Pages
-from jaxserve.scheduler.decision import RankedDecision, RankedResult, StepDecision, StepResult
+from jaxserve.scheduler.decision import RankedDecision, RankedResult, StepConstraints, StepDecision, StepResult
 
 Compiled = Callable[..., Any]
 
@@ -32,12 +33,26 @@ class ShardedState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedHandle:
-    """A step on its way. Tokens and log-probabilities hold sample_bucket values for each rank."""
+    """A step on its way. Tokens and log-probabilities hold a bucket of values for each rank.
+
+    staged   each rank's samples, with which a constrained step goes on
+    """
 
     decision: RankedDecision
+    staged: tuple[StagedSamples, ...]
+    outputs: Outputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a step has computed so far: hidden [ranks * max_num_samples, H], logits [ranks * bucket, V] until they are
+    sampled, tokens, log-probabilities, pooled [ranks * rows, H]."""
+
     hidden: jax.Array
-    tokens: jax.Array | None
-    logprobs: Logprobs | None
+    pooled: jax.Array | None = None
+    logits: jax.Array | None = None
+    tokens: jax.Array | None = None
+    logprobs: Logprobs | None = None
 
 
 class Placer:
@@ -75,7 +90,8 @@ class Placer:
 class ShardedStepRunner:
     """Runs planned steps through compiled programs. Not thread-safe: one thread dispatches and collects.
 
-    on_plan  called with each step before this host runs it (the other hosts get it there)
+    on_plan  called with each step, and with the samples of a constrained one, before this host runs it: the other hosts
+             get it there
     """
 
     def __init__(
@@ -86,7 +102,7 @@ class ShardedStepRunner:
         shapes: StepShapes,
         eos_token_ids: frozenset[int],
         programs: ShardedPrograms,
-        on_plan: Callable[[PlannedStep], None] | None = None,
+        on_plan: Callable[[PlannedStep | PlannedSamples], None] | None = None,
     ) -> None:
         self.programs = compiled
         self.hidden_size = programs.hidden_size
@@ -110,13 +126,20 @@ class ShardedStepRunner:
         that does not fit."""
         if isinstance(decision, StepDecision):
             decision = RankedDecision(decision.step_id, (decision,))
-        planned = self.planner.plan(decision)
+        planned, staged = self.planner.plan(decision)
         if self._on_plan is not None:
             self._on_plan(planned)
-        return ShardedHandle(decision, *self.run(planned))
+        return ShardedHandle(decision, staged, self.run(planned))
 
-    def run(self, planned: PlannedStep) -> tuple[jax.Array, jax.Array | None, Logprobs | None]:
-        """Start a planned step. Returns (hidden, tokens [ranks * sample_bucket], log-probabilities)."""
+    def constrain(self, handle: ShardedHandle, constraints: StepConstraints) -> ShardedHandle:
+        """Start the sampling of a constrained step."""
+        samples = self.planner.constrain(handle.decision, handle.staged, constraints)
+        if self._on_plan is not None:
+            self._on_plan(samples)
+        return dataclasses.replace(handle, outputs=self.run_samples(handle.outputs, samples))
+
+    def run(self, planned: PlannedStep) -> Outputs:
+        """Start a planned step."""
         state, programs, place = self.state, self.programs, self.place
         for reset in planned.count_resets:
             rows, values = place(reset.rows, RANKS), place(reset.values, VOCAB)
@@ -126,41 +149,54 @@ class ShardedStepRunner:
             state.bias = programs["set_bias",](state.bias, rows, values)
         for pairs in planned.copies:
             state.pages = programs["copy",](state.pages, place(pairs, RANKS))
-        forward = programs["forward", planned.token_bucket]
-        hidden, state.pages = forward(self.leaves, state.pages, state.last_token, place(planned.packed, RANKS))
+        forward, packed = programs["forward", planned.token_bucket], place(planned.packed, RANKS)
+        hidden, pooled, state.pages = forward(self.leaves, state.pages, state.last_token, packed)
+        if planned.wants_pooled and self._publishes:
+            pooled = programs["publish_pooled",](pooled)
+        outputs = Outputs(hidden, pooled if planned.wants_pooled else None)
         if not planned.sample_bucket:
-            return hidden, None, None
+            return outputs
         logits = programs["head", planned.sample_bucket](self.leaves, hidden)
-        tokens = self.sample(planned, logits)
-        logprobs = None
-        if planned.wants_logprobs:
-            logprobs = programs["logprobs", planned.sample_bucket](logits, tokens)
-        if self._publishes:
-            tokens = programs["publish", planned.sample_bucket](tokens)
-            if logprobs is not None:
-                logprobs = Logprobs(*programs["publish_logprobs", planned.sample_bucket](tuple(logprobs)))
-        return hidden, tokens, logprobs
+        outputs = dataclasses.replace(outputs, logits=logits)
+        return outputs if planned.samples is None else self.run_samples(outputs, planned.samples)
 
-    def sample(self, planned: PlannedStep, logits: jax.Array) -> jax.Array:
-        """tokens [ranks * sample_bucket], also written to the last-token tables."""
-        state, programs, bucket = self.state, self.programs, planned.sample_bucket
-        assert planned.samples is not None
-        samples = self.place(planned.samples, RANKS)
-        if planned.mask is not None:
-            mask = self.place(planned.mask, DEVICES)
-            logits = programs["adjust", bucket](logits, samples, state.counts, state.bias, mask)
-        program = programs["random" if planned.is_random else "greedy", bucket]
-        tokens, state.last_token = program(logits, samples, state.last_token)
-        if planned.counts_tokens:
-            state.counts = programs["count", bucket](state.counts, samples, tokens)
+    def run_samples(self, outputs: Outputs, samples: PlannedSamples) -> Outputs:
+        """Start the sampling of a step whose logits are on their way."""
+        programs, logits = self.programs, outputs.logits
+        assert logits is not None
+        tokens = self.sample(samples, logits)
+        logprobs = None
+        if samples.logprob_ids is not None:
+            named = self.place(samples.logprob_ids, RANKS)
+            logprobs = programs["logprobs", samples.bucket](logits, tokens, named)
+        if self._publishes:
+            tokens = programs["publish", samples.bucket](tokens)
+            if logprobs is not None:
+                logprobs = Logprobs(*programs["publish_logprobs", samples.bucket](tuple(logprobs)))
+        return dataclasses.replace(outputs, logits=None, tokens=tokens, logprobs=logprobs)
+
+    def sample(self, samples: PlannedSamples, logits: jax.Array) -> jax.Array:
+        """tokens [ranks * bucket], also written to the last-token tables."""
+        state, programs, bucket, place = self.state, self.programs, samples.bucket, self.place
+        packed = place(samples.packed, RANKS)
+        if samples.mask is not None and samples.forbidden is not None:
+            mask, forbidden = place(samples.mask, DEVICES), place(samples.forbidden, RANKS)
+            logits = programs["adjust", bucket](
+                logits, packed, state.counts, state.bias, mask, state.last_token, forbidden
+            )
+        program = programs["random" if samples.is_random else "greedy", bucket]
+        tokens, state.last_token = program(logits, packed, state.last_token)
+        if samples.counts_tokens:
+            state.counts = programs["count", bucket](state.counts, packed, tokens)
         return tokens
 
     def collect(self, handle: ShardedHandle) -> RankedResult | StepResult:
         """Wait for a step and read what each rank sampled; with one rank its StepResult."""
-        decision = handle.decision
-        if handle.tokens is None:
-            jax.block_until_ready(handle.hidden)
-        arrays = () if handle.tokens is None else (handle.tokens, *(handle.logprobs or ()))
+        decision, outputs = handle.decision, handle.outputs
+        if outputs.tokens is None:
+            assert not handle.staged, "a constrained step has to be sampled before it is collected"
+            jax.block_until_ready(outputs.hidden)
+        arrays = () if outputs.tokens is None else (outputs.tokens, *(outputs.logprobs or ()))
         read = [values.reshape(self.num_ranks, -1, *values.shape[1:]) for values in jax.device_get(arrays)]
         results: list[StepResult | None] = []
         for rank, part in enumerate(decision.ranks):
@@ -170,7 +206,12 @@ class ShardedStepRunner:
                 results.append(StepResult(part.step_id, np.zeros(0, np.int32)))
             else:
                 results.append(StepResult(part.step_id, *(values[rank, : len(part.samples)] for values in read)))
+        pooled = None
+        if outputs.pooled is not None:
+            rows = np.asarray(outputs.pooled).reshape(self.num_ranks, self.shapes.max_num_rows, -1)
+            parts = [rows[rank, : len(part.rows)] for rank, part in enumerate(decision.ranks) if part is not None]
+            pooled = np.concatenate(parts)
         if self.num_ranks == 1:
             assert results[0] is not None
-            return results[0]
-        return RankedResult(decision.step_id, tuple(results))
+            return dataclasses.replace(results[0], pooled=pooled)
+        return RankedResult(decision.step_id, tuple(results), pooled)

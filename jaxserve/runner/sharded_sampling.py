@@ -46,12 +46,26 @@ def draw_tokens(
     return _all_rows(drawn, num_rows)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, vocab_size: int, mesh: MeshShape) -> sampling.Logprobs:
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, named: jax.Array, vocab_size: int, mesh: MeshShape
+) -> sampling.Logprobs:
     """As sampling.token_logprobs, all of it on every device."""
     if mesh.tensor == 1:
-        return sampling.token_logprobs(logits, tokens)
-    found = sampling.token_logprobs(_whole_rows(logits, vocab_size, mesh), _own_rows(tokens, mesh))
+        return sampling.token_logprobs(logits, tokens, named)
+    own_named = _own_rows(named.reshape(logits.shape[0], -1), mesh).reshape(-1)
+    found = sampling.token_logprobs(_whole_rows(logits, vocab_size, mesh), _own_rows(tokens, mesh), own_named)
     return sampling.Logprobs(*(_all_rows(part, logits.shape[0]) for part in found))
+
+
+def localize_forbidden(forbidden: jax.Array, num_local: int, mesh: MeshShape) -> jax.Array:
+    """Pairs (last token, token not allowed behind it), flat, with the second counted from the start of this device's
+    part of the vocabulary; tokens of other devices lie past its end."""
+    if mesh.tensor == 1:
+        return forbidden
+    pairs = forbidden.reshape(-1, 2)
+    local = pairs[:, 1] - vocab_offset(num_local, mesh)
+    local = jnp.where((local >= 0) & (local < num_local), local, num_local)
+    return jnp.stack([pairs[:, 0], local], axis=-1).reshape(-1)
 
 
 def count_tokens(counts: jax.Array, count_row: jax.Array, tokens: jax.Array, mesh: MeshShape) -> jax.Array:

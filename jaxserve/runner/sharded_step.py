@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.runner import batch_builder, sample_builder, sampling, sharded_sampling, step
 from jaxserve.runner.step import COPIES_PER_CALL, Leaves, Program, StepPrograms
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from jaxserve.sharding.rules import spec
 from jaxserve.sharding.shape import MeshShape
 
@@ -48,6 +49,7 @@ class ShardedPrograms(StepPrograms):
             for size in reversed(self.shapes.sample_buckets):
                 yield ("publish", size)
                 yield ("publish_logprobs", size)
+            yield ("publish_pooled",)
 
     def global_struct(self, struct: jax.ShapeDtypeStruct, part: PartitionSpec) -> jax.ShapeDtypeStruct:
         """The array whose part on one device is `struct`."""
@@ -97,7 +99,7 @@ class ShardedPrograms(StepPrograms):
             f"forward {num_tokens}",
             functools.partial(step.forward, self.model.rebuild, layout, num_tokens),
             ((self.pages, DEVICES), (self._table(), RANKS), (_int32(layout.size(num_tokens)), RANKS)),
-            (RANKS, DEVICES),
+            (RANKS, RANKS, DEVICES),
             donate=(1,),
             has_leaves=True,
         )
@@ -110,13 +112,15 @@ class ShardedPrograms(StepPrograms):
     def _adjust(self, num_samples: int) -> Program:
         return self._over_mesh(
             f"adjust {num_samples}",
-            functools.partial(step.adjust, num_samples),
+            functools.partial(adjust, self.shape, num_samples),
             (
                 (self._logits(num_samples), ROWS_BY_VOCAB),
                 (self._packed_samples(num_samples), RANKS),
                 (self._rows(jnp.int16), ROWS_BY_VOCAB),
                 (self._rows(jnp.float32), ROWS_BY_VOCAB),
                 (_int32(num_samples * self.local_mask_words), DEVICES),
+                (self._table(), RANKS),
+                (_int32(num_samples * MAX_BAD_WORDS * 2), RANKS),
             ),
             ROWS_BY_VOCAB,
         )
@@ -145,10 +149,14 @@ class ShardedPrograms(StepPrograms):
         return self._over_mesh(f"count {num_samples}", function, arguments, ROWS_BY_VOCAB, donate=(0,))
 
     def _logprobs(self, num_samples: int) -> Program:
-        def function(logits: jax.Array, tokens: jax.Array) -> sampling.Logprobs:
-            return sharded_sampling.token_logprobs(logits, tokens, self.shapes.vocab_size, self.shape)
+        def function(logits: jax.Array, tokens: jax.Array, named: jax.Array) -> sampling.Logprobs:
+            return sharded_sampling.token_logprobs(logits, tokens, named, self.shapes.vocab_size, self.shape)
 
-        arguments = ((self._logits(num_samples), ROWS_BY_VOCAB), (_int32(num_samples), RANKS))
+        arguments = (
+            (self._logits(num_samples), ROWS_BY_VOCAB),
+            (_int32(num_samples), RANKS),
+            (_int32(num_samples * MAX_LOGPROB_TOKEN_IDS), RANKS),
+        )
         return self._over_mesh(f"logprobs {num_samples}", function, arguments, RANKS)
 
     def _copy(self) -> Program:
@@ -169,10 +177,15 @@ class ShardedPrograms(StepPrograms):
             sampling.token_logprobs,
             jax.ShapeDtypeStruct((num_samples, self.shapes.vocab_size), jnp.float32),
             _int32(num_samples),
+            _int32(num_samples * MAX_LOGPROB_TOKEN_IDS),
         )
         # Plain tuples: the parts of an argument are split alike.
         function = functools.partial(jax.tree.map, publish)
         return self._over_mesh(f"publish logprobs {num_samples}", function, ((tuple(found), RANKS),), EVERYWHERE)
+
+    def _publish_pooled(self) -> Program:
+        pooled = jax.ShapeDtypeStruct((self.shapes.max_num_rows, self.hidden_size), jnp.float32)
+        return self._over_mesh("publish pooled", publish, ((pooled, RANKS),), EVERYWHERE)
 
     @property
     def local_mask_words(self) -> int:
@@ -194,6 +207,22 @@ def head(programs: ShardedPrograms, num_samples: int, leaves: Leaves, hidden: ja
     """hidden [max_num_samples, hidden_size] -> logits [num_samples, V of this device]."""
     logits = step.head(programs.model.rebuild, num_samples, leaves, hidden)
     return sharded_sampling.mask_padding(logits, programs.shapes.vocab_size, programs.shape)
+
+
+def adjust(
+    shape: MeshShape,
+    num_samples: int,
+    logits: jax.Array,  # [S, V of this device], as counts, bias and mask
+    packed: jax.Array,
+    counts: jax.Array,
+    bias: jax.Array,
+    mask: jax.Array,
+    last_token: jax.Array,
+    forbidden: jax.Array,
+) -> jax.Array:
+    """As step.adjust."""
+    forbidden = sharded_sampling.localize_forbidden(forbidden, logits.shape[1], shape)
+    return step.adjust(num_samples, logits, packed, counts, bias, mask, last_token, forbidden)
 
 
 def sample_greedy(

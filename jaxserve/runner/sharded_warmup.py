@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxserve.runner.batch_builder import StepBuffer
-from jaxserve.runner.planned_step import PlannedStep
+from jaxserve.runner.planned_step import PlannedSamples
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples
 from jaxserve.runner.sharded_device import ShardedStepRunner
 from jaxserve.runner.sharded_step import DEVICES, RANKS, VOCAB, ShardedPrograms
@@ -38,7 +38,7 @@ class ShardedFirstCall:
         if name == "forward":
             bucket, packed = runner.planner.batch(self._decisions(size), size)
             assert bucket == size
-            hidden, state.pages = program(runner.leaves, state.pages, state.last_token, place(packed, RANKS))
+            hidden, _, state.pages = program(runner.leaves, state.pages, state.last_token, place(packed, RANKS))
             return hidden
         if name == "copy":
             state.pages = program(state.pages, place(np.zeros(ranks * (1 + 2 * COPIES_PER_CALL), np.int32), RANKS))
@@ -53,19 +53,21 @@ class ShardedFirstCall:
                 state.bias = table
             return table
         # Arrays that other programs make: zeros of the same kind.
-        described = self._described.program((name, size)).arguments
+        described = self._described.program((name, size) if size else (name,)).arguments
         if name == "head":
             return program(runner.leaves, _zeros(described[1]))
-        if name in ("publish", "publish_logprobs", "logprobs"):
+        if name in ("publish", "publish_logprobs", "publish_pooled", "logprobs"):
             return program(*_zeros(described))
-        samples = place(np.tile(runner.planner.samples[0].neutral(size).packed, ranks), RANKS)
+        neutral = runner.planner.samples[0].neutral(size)
+        samples = place(np.tile(neutral.packed, ranks), RANKS)
         if name == "count":
             state.counts = program(state.counts, samples, _zeros(described[2]))
             return state.counts
         logits = _zeros(described[0])
         if name == "adjust":
             words = np.full(ranks * runner.planner.tensor * size * runner.planner.local_mask_words, -1, np.int32)
-            return program(logits, samples, state.counts, state.bias, place(words, DEVICES))
+            mask, forbidden = place(words, DEVICES), place(np.tile(neutral.forbidden, ranks), RANKS)
+            return program(logits, samples, state.counts, state.bias, mask, state.last_token, forbidden)
         drawn, state.last_token = program(logits, samples, state.last_token)
         return drawn
 
@@ -116,7 +118,7 @@ class SameOnAllRanks:
         """Hidden states [max_num_samples, hidden_size]."""
         runner, state = self._runner, self._runner.state
         forward = runner.programs["forward", bucket]
-        hidden, state.pages = forward(runner.leaves, state.pages, state.last_token, runner.place(packed, RANKS))
+        hidden, _, state.pages = forward(runner.leaves, state.pages, state.last_token, runner.place(packed, RANKS))
         return OfOneRank(hidden, compares=bool(self._num_steps % 2))
 
     def head(self, bucket: int, hidden: jax.Array) -> OfOneRank:
@@ -127,15 +129,13 @@ class SameOnAllRanks:
 
     def sample(self, staged: StagedSamples, logits: OfOneRank) -> OfOneRank:
         """tokens [bucket]"""
-        planned = PlannedStep(
-            0, 0, np.zeros(0, np.int32), sample_bucket=staged.bucket, samples=self._tile(staged.packed),
-            is_random=staged.is_random,
-        )  # fmt: skip
+        planned = PlannedSamples(staged.bucket, self._tile(staged.packed), is_random=staged.is_random)
         return OfOneRank(self._runner.sample(planned, logits.values))
 
-    def logprobs(self, bucket: int, logits: OfOneRank, tokens: OfOneRank) -> tuple[OfOneRank, ...]:
+    def logprobs(self, bucket: int, logits: OfOneRank, tokens: OfOneRank, named: np.ndarray) -> tuple[OfOneRank, ...]:
         """What sampling.token_logprobs returns."""
-        found = self._runner.programs["logprobs", bucket](logits.values, tokens.values)
+        named = self._runner.place(self._tile(named), RANKS)
+        found = self._runner.programs["logprobs", bucket](logits.values, tokens.values, named)
         return tuple(OfOneRank(part) for part in found)
 
     def _tile(self, values: np.ndarray) -> np.ndarray:

@@ -9,7 +9,8 @@ So this part decides three things only:
 
   A waiting request stands for a prompt still to be computed and weighs four running ones; a cached prefix that saves
   a full step of prefill is worth one waiting request. All ranks share the device's time, so the cost counts requests,
-  not seconds. Continuations of one prompt go to the same rank, where they share its pages.
+  not seconds. Continuations of one prompt go to the same rank, where they share its pages, and so do the parts of a
+  program that build on kept pages.
 * Moves. A request that its rank cannot start now moves to a rank that can and has nothing else waiting, if that rank's
   cost is below that of waiting on: queues are filled when requests arrive, not when others leave.
 * Balance. All ranks wait for the one with the most tokens. While others decode, a prompt is computed in chunks of
@@ -67,6 +68,8 @@ class RankedScheduler:
     def add(self, request: Request) -> None:
         """Queue a request on a rank. Raises ValueError as Scheduler.add."""
         home = None if request.parent is None else self._rank_of.get(request.parent.number)
+        if home is None and request.part.base:
+            home = next((index for index, rank in enumerate(self.ranks) if rank.keeps(request.part.base)), None)
         self._add(request, self.place(request) if home is None else home)
 
     def place(self, request: Request) -> int:
@@ -88,6 +91,15 @@ class RankedScheduler:
         if rank is not None:
             self.ranks[rank].finish(number, reason, stop_reason)
 
+    def find(self, number: int) -> Request | None:
+        """A request that has not ended."""
+        rank = self._rank_of.get(number)
+        return None if rank is None else self.ranks[rank].find(number)
+
+    def extend(self, number: int, tokens: list[int]) -> list[TokenEvent]:
+        """Take tokens that a grammar forces; see Scheduler.extend."""
+        return self._forget_ended(self.ranks[self._rank_of[number]].extend(number, tokens))
+
     def schedule(self) -> RankedDecision | None:
         """Decide the next step of every rank. None: no rank can run before a result is applied."""
         self._move_waiting()
@@ -107,10 +119,22 @@ class RankedScheduler:
             if sampled is None:
                 raise RuntimeError(f"step {decision.step_id}: a rank had work and the runner returned nothing for it")
             events.extend(rank.apply(planned, sampled))
+        return self._forget_ended(events)
+
+    def _forget_ended(self, events: list[TokenEvent]) -> list[TokenEvent]:
         for event in events:
             if event.request.is_finished:
                 self._rank_of.pop(event.request.number, None)
         return events
+
+    @property
+    def kept(self) -> _AllKept:
+        return _AllKept(self.ranks)
+
+    def release_kept(self, name: str) -> None:
+        """Pages kept under this name are not needed any more, wherever they are."""
+        for rank in self.ranks:
+            rank.release_kept(name)
 
     def flush_cache(self) -> None:
         for rank in self.ranks:
@@ -167,6 +191,17 @@ class RankedScheduler:
             self.ranks[rank].has_free_row
             and -(-tokens // self.geometry.page_size) <= self.ranks[rank].cache.num_available
         )
+
+
+class _AllKept:
+    """The kept prefixes of all ranks."""
+
+    def __init__(self, ranks: tuple[Scheduler, ...]) -> None:
+        self._ranks = ranks
+
+    def expire(self, now: float) -> None:
+        for rank in self._ranks:
+            rank.kept.expire(now)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

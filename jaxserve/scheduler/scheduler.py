@@ -106,16 +106,22 @@ class Scheduler:
         return len(self._running) - len(prefilling), min(tokens, limit)
 
     def first_untouched(self) -> Request | None:
-        """The first waiting request that has never run here and belongs to no family of continuations."""
+        """The first waiting request that has never run here and has nothing to do with others here."""
         for sequence in reversed(self._waiting):
             request = sequence.request
-            if not sequence.was_admitted and request.parent is None and request.number not in self._children:
+            is_alone = request.parent is None and request.number not in self._children and not request.part.base
+            if is_alone and not sequence.was_admitted:
                 return request
         return None
+
+    def keeps(self, name: str) -> bool:
+        """Whether a prefix of that name is kept here, or will be."""
+        return name in self._keepers or name in self.kept
 
     def withdraw(self, number: int) -> None:
         """Forget a waiting request, as if it had never been added. Only for first_untouched()."""
         sequence = self._sequences.pop(number)
+        self._keepers.pop(sequence.request.keep_as, None)
         self._unwait(sequence)
 
     def add(self, request: Request) -> None:
