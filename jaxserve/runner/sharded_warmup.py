@@ -189,3 +189,6 @@ class _Samples:
 
     def build(self, samples: tuple[SampleWork, ...]) -> StagedSamples:
         return self.builders[0].build(samples)
+
+    def neutral(self, bucket: int) -> StagedSamples:
+        return self.builders[0].neutral(bucket)
