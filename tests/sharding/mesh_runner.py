@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxserve.models.loading import load_config, load_model
-from jaxserve.sharding.mesh import make_mesh
+from tiny_weights import FIXTURES as TINY
+from tiny_weights import checkpoint
 
 from jaxserve.config import EngineConfig
 from jaxserve.hub import ModelSource
 from jaxserve.request import Request
-from jaxserve.runner.runner import ModelRunner, resolve_options
+from jaxserve.runner.runner import ModelRunner, place_on_mesh, resolve_options
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import RankedDecision, RankedResult
 from jaxserve.scheduler.dp_balance import make_scheduler
 
-TINY = Path(__file__).parents[1] / "fixtures" / "tiny"
 _NUMBERS = itertools.count()  # a runner tells requests apart by their numbers
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -32,14 +31,9 @@ def build(name: str, mesh: str, **changes: Any) -> ModelRunner:
         "attention_backend": "reference", "matmul_backend": "xla", "compile_cache_dir": "", "warmup": False,
     }  # fmt: skip
     config = EngineConfig(model=name, mesh=mesh, **(wanted | changes))
-    source = ModelSource(name, "safetensors", TINY / name)
+    source = ModelSource(name, "safetensors", checkpoint(TINY / name))
     model_config = load_config(source)
-    options = resolve_options(config, "cpu")
-    shape = config.mesh_shape(0 if model_config.moe is None else model_config.moe.num_experts)
-    devices = None
-    if shape.num_devices > 1:
-        devices = make_mesh(shape)
-        options = dataclasses.replace(options, mesh=shape)
+    options, devices = place_on_mesh(config, model_config, resolve_options(config, "cpu", model_config))
     model = load_model(source, model_config, options, mesh=devices)
     return ModelRunner.from_model(config, model, options, mesh=devices, model_config=model_config)
 
