@@ -53,6 +53,13 @@ class EngineThread:
         except EngineCrash:
             pass
 
+    def release_kept(self, request_id: str) -> None:
+        """Pages kept under this id are not needed any more. Ids unknown, and engines that are gone, are no mistake."""
+        try:
+            self._post(lambda: self._engine.release_kept((request_id,)))
+        except EngineCrash:
+            pass
+
     def call(self, function: Callable[[Engine | EncoderEngine], T]) -> T:
         """The value of function(engine), run in the engine's thread between two steps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -295,6 +295,11 @@ class LLM:
         self._thread.call(lambda engine: engine.flush_cache())
 
     @property
+    def engine_thread(self) -> EngineThread:
+        """The engine itself, for front ends that send their own messages (jaxserve.lang)."""
+        return self._thread
+
+    @property
     def trace(self) -> StepTrace:
         """Times of the last steps; jaxserve.trace.summarize() makes figures of them."""
         return self._trace

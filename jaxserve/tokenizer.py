@@ -87,6 +87,30 @@ class Tokenizer:
     def _joined(self, ids: Sequence[int]) -> bytes:
         return b"".join([self._bytes[i] for i in ids])
 
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], *, is_first: bool = True) -> list[int]:
+        """Token ids of a text in parts (text, may hold control tokens); where it is cut makes no difference.
+
+        is_first: nothing comes before it, so the begin token does if the model wants one.
+        """
+        ids: list[int] = []
+
+        def encode(text: str) -> list[int]:
+            if not text or is_first or ids:
+                return self._encode_plain(text, is_first=not ids)
+            return self.encode_inside(text)
+
+        plain = ""
+        for text, may_hold_control in parts:
+            for piece, control_id in self._control.split(text) if may_hold_control else [(text, None)]:
+                plain += piece
+                if control_id is not None:
+                    ids += [*encode(plain), control_id]
+                    plain = ""
+        ids += encode(plain)
+        if is_first and ids[: len(self._prefix)] != self._prefix:
+            return self._prefix + ids
+        return ids
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids: their bytes, joined and read as UTF-8. Ids without a spelling give nothing."""
         skipped = self.special_ids if skip_special_tokens else ()
