@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.lang.backends.base import Backend, Generation, Selection, Stream
+from jaxserve.lang.backends.base import Backend, Generation, Selection, Stream, Turn
 from jaxserve.lang.context import Context
 from jaxserve.lang.expressions import (
     Expr,
@@ -104,6 +104,7 @@ class Branch:
         self._is_running = False  # _advance() is at work
         self._is_closed = False
         self._was_released = False
+        self._heir: Branch | None = None  # the branch that goes on with this one's text
         run.branches.append(self)
 
     # What a program does
@@ -145,6 +146,7 @@ class Branch:
                     child.close()
                     child.when_finished(self._take_joined)
             else:
+                children[0]._heir = self
                 for child in children:
                     child.close()
                 self.append(_AppendText(tuple(children)))
@@ -302,6 +304,9 @@ class Branch:
         if self.is_finished and not self._was_released:
             self._was_released = True
             if self.stream is not None:
+                heir = self._heir
+                if heir is not None and heir.stream is not None and heir.context is self.fork_context:
+                    self.run.backend.go_on_from(heir.stream, self.stream)
                 self.run.backend.close_stream(self.stream)
             self._notify()
 
@@ -361,11 +366,16 @@ class Branch:
         self.run.backend.generate(
             self.stream,
             before,
-            self.messages,
+            self._turn(),
             leaf.options.over(self.run.defaults),
             on_piece if self.run.is_streaming and leaf.reasoning is None else None,
             done,
         )
+
+    def _turn(self) -> Turn:
+        if self._open_role is None:
+            return Turn(self.messages)
+        return Turn(self.messages, self._roles[-1], self.context.text[self._open_role :])
 
     def _take(self, leaf: Gen, variable: Variable | None, before: Context, result: Generation) -> None:
         self.context = result.context

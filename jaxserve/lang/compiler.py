@@ -58,7 +58,7 @@ class CompiledProgram:
 
     def run(self, *args: Any, backend: Any = None, stream: bool = False, **keywords: Any) -> ProgramState:
         """Start a run and return its state at once; reading waits. See Function.run()."""
-        options, arguments = split_arguments(keywords)
+        options, arguments = split_arguments(keywords, self.function.parameters)
         place = self._place(backend)
         arguments = self.function._arguments(args, arguments)
         graph = self._traced(arguments)

@@ -26,6 +26,14 @@ class TextRun:
     def text(self) -> str:
         return "".join([text for text, _ in self.parts])
 
+    @property
+    def is_encoded(self) -> bool:
+        return self._ids is not None
+
+    def remember(self, token_ids: list[int]) -> None:
+        """What another encoder than that of token_ids() made of it."""
+        self._ids = token_ids
+
     def token_ids(self, encode: Encode, is_first: bool) -> list[int]:
         """Encoded once: a context belongs to one backend."""
         if self._ids is None:
@@ -105,3 +113,8 @@ class Context:
         for index, run in enumerate(self.runs):
             ids += run.token_ids(encode, index == 0)
         return ids
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -14,7 +14,7 @@ from jaxserve.lang.backends import as_backend
 from jaxserve.lang.backends.base import Backend
 from jaxserve.lang.batch_progress import ProgramProgress
 from jaxserve.lang.branch import ProgramRun
-from jaxserve.lang.options import RUN_OPTIONS, GenOptions, split_arguments
+from jaxserve.lang.options import GenOptions, split_arguments
 from jaxserve.lang.state import ProgramState
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ class Function:
         if not parameters:
             raise TypeError(f"{func.__name__}: takes no argument; allowed: the state first, then the program's own")
         self.parameters = {parameter.name: parameter for parameter in parameters[1:]}
-        clash = self.parameters.keys() & (RUN_OPTIONS | {"backend", "stream", "sync"})
-        if clash:
-            raise TypeError(f"{func.__name__}: argument {min(clash)!r} is an option of run(); allowed: another name")
         self.__name__ = func.__name__
         self.__doc__ = func.__doc__
         self._prefixes: dict[int, tuple[Backend, object | None]] = {}
@@ -55,7 +52,7 @@ class Function:
 
         stream=True returns at once; text_iter() then gives pieces as they come. Raises what the function raises.
         """
-        options, arguments = split_arguments(keywords)
+        options, arguments = split_arguments(keywords, self.parameters)
         return self.start(self._arguments(args, arguments), as_backend(backend), options, None, stream=stream)
 
     def start(
@@ -98,7 +95,7 @@ class Function:
         self, batch_kwargs: Sequence[Arguments] | Sequence[Sequence[Any]], options: dict[str, Any]
     ) -> tuple[list[Arguments], GenOptions]:
         """Checked arguments of each program, and the options they share."""
-        common, rest = split_arguments(options)
+        common, rest = split_arguments(options, ())
         if rest:
             raise TypeError(f"run_batch() got {min(rest)!r}; allowed: options of run(), num_threads, progress_bar")
         if not isinstance(batch_kwargs, list | tuple):

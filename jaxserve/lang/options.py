@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -92,6 +93,14 @@ class GenOptions:
             return "json_schema", self.json_schema
         return None
 
+    def _grammar(self) -> Grammar | None:
+        if self.constraint is None:
+            return None
+        kind, text = self.constraint
+        if kind == "json_schema":
+            return Grammar.json_schema(text)
+        return Grammar.regex(str(text), parameter="regex" if self.dtype is None else "dtype")
+
     @property
     def stops(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -102,7 +111,7 @@ class GenOptions:
         return bool(self.return_logprob or self.top_logprobs_num)
 
     def sampling_params(self) -> SamplingParams:
-        """Raises InvalidParameter (a ValueError) for a value out of range. The constraint is not part of it."""
+        """Raises InvalidParameter or GrammarError (ValueErrors) for what cannot be."""
         given: dict[str, Any] = {}
         for name in _COMMON:
             value = getattr(self, name)
@@ -118,7 +127,8 @@ class GenOptions:
         return SamplingParams(
             stop=self.stops,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            grammar=self._grammar(),
             **given,
         )
 
@@ -128,14 +138,23 @@ _COMMON = (
     "min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "seed", "ignore_eos",
 )  # fmt: skip
-# What run() and run_batch() take; SGLang calls the number of tokens max_new_tokens there.
-RUN_OPTIONS = frozenset(_NAMES) - {"dtype", "regex", "json_schema", "n"} | {"max_new_tokens"}
+# What run() and run_batch() take as options, whatever the program's arguments are called; SGLang's names.
+RUN_OPTIONS = frozenset({
+    "max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "ignore_eos", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "return_text_in_logprobs",
+})  # fmt: skip
+# Options too, unless the program has an argument of that name.
+_MORE_RUN_OPTIONS = frozenset({"min_new_tokens", "repetition_penalty", "logit_bias", "seed"})
 
 
-def split_arguments(keywords: dict[str, Any]) -> tuple[GenOptions, dict[str, Any]]:
-    """Options for every generation of a run, and what is left: arguments of the program."""
-    said = {name: value for name, value in keywords.items() if name in RUN_OPTIONS}
-    rest = {name: value for name, value in keywords.items() if name not in RUN_OPTIONS}
-    if "max_new_tokens" in said:
-        said["max_tokens"] = said.pop("max_new_tokens")
+def split_arguments(keywords: dict[str, Any], parameters: Collection[str]) -> tuple[GenOptions, dict[str, Any]]:
+    """Options for every generation of a run, and what is left: arguments of the program with these parameters."""
+    names = RUN_OPTIONS | (_MORE_RUN_OPTIONS - set(parameters))
+    said = {name: value for name, value in keywords.items() if name in names}
+    rest = {name: value for name, value in keywords.items() if name not in names}
+    for name in ("max_tokens", "min_tokens"):
+        spelled = name.replace("_", "_new_")
+        if spelled in said:
+            said[name] = said.pop(spelled)
     return GenOptions(**said), rest

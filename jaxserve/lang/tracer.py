@@ -147,12 +147,14 @@ def _tracing_on() -> Iterator[None]:
 
 
 def trace_program(program: Function, arguments: dict[str, Any]) -> Trace:
-    """Record what the program does. Arguments that are not given stay open, those with a default too."""
+    """Record what the program does. Arguments that are not given and have no default stay open."""
     graph = Graph(program.__name__, list(program.parameters))
     trace = Trace(graph)
     given = dict(arguments)
     for name, parameter in program.parameters.items():
-        if name not in given and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        has_default = parameter.default is not parameter.empty
+        is_single = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if name not in given and is_single and not has_default:
             given[name] = Value(name, source=name)
     state = TracedState(graph, graph.root)
     with _tracing_on():

@@ -30,6 +30,15 @@ class Selection:
     context: Context
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Where a conversation is, for servers that get messages. role, text: of the message that is open, if one is."""
+
+    messages: Sequence[dict[str, Any]] = ()
+    role: str | None = None
+    text: str = ""
+
+
 OnPiece = Callable[[str], None]
 OnGeneration = Callable[[Generation | BaseException], None]
 OnSelection = Callable[[Selection | BaseException], None]
@@ -62,12 +71,12 @@ class Backend(abc.ABC):
         self,
         stream: Stream,
         context: Context,
-        messages: Sequence[dict[str, Any]],
+        turn: Turn,
         options: GenOptions,
         on_piece: OnPiece | None,
         done: OnGeneration,
     ) -> None:
-        """Continue the context. messages are those closed so far, for chat models. on_piece: text as it comes."""
+        """Continue the context. on_piece: text as it comes. What cannot be done here is a ValueError that names it."""
 
     @abc.abstractmethod
     def select(
@@ -80,9 +89,6 @@ class Backend(abc.ABC):
     ) -> None:
         """Score the choices after the context and take one."""
 
-    def check(self, options: GenOptions) -> None:  # noqa: B027 (nothing to refuse is a fine default)
-        """Raise ValueError naming what cannot be done here."""
-
     def open_stream(self, program: str) -> Stream:
         return Stream(program)
 
@@ -92,6 +98,9 @@ class Backend(abc.ABC):
 
     def close_stream(self, stream: Stream) -> None:  # noqa: B027
         """The branch has ended."""
+
+    def go_on_from(self, stream: Stream, other: Stream) -> None:  # noqa: B027
+        """The branch of `stream` goes on with the text of another, which it forked off here."""
 
     def prepare_fork(self, stream: Stream, context: Context, count: int) -> None:  # noqa: B027
         """`count` branches are about to go on from this context; what they share may be computed now."""

@@ -20,12 +20,13 @@ from jaxserve.lang.backends.base import (
     OnSelection,
     Selection,
     Stream,
+    Turn,
     finish_meta,
 )
 from jaxserve.lang.backends.scoring import Scorer
 from jaxserve.lang.chat import ChatFormat
 from jaxserve.lang.choices import ChoicesSamplingMethod, Scored, decide
-from jaxserve.lang.context import Context, Part
+from jaxserve.lang.context import Context, Part, common_prefix
 from jaxserve.lang.options import GenOptions
 from jaxserve.messages import AddRequest, ProgramPart, RequestOutput, TokenLogprob
 from jaxserve.outputs import Gatherer, GenerationOutput
@@ -131,22 +132,16 @@ class LocalBackend(Backend):
         stream.is_closed = True
         stream.move(None)
 
-    def check(self, options: GenOptions) -> None:
-        if options.constraint is not None:
-            kind = "dtype" if options.dtype is not None else options.constraint[0]
-            raise ValueError(f"{kind}: this engine has no grammars; allowed: text without constraints, or choices")
-
     def generate(
         self,
         stream: Stream,
         context: Context,
-        messages: Sequence[dict[str, Any]],
+        turn: Turn,
         options: GenOptions,
         on_piece: OnPiece | None,
         done: OnGeneration,
     ) -> None:
         assert isinstance(stream, LocalStream)
-        self.check(options)
         prompt = context.token_ids(self.encode)
 
         def finish(output: GenerationOutput | BaseException, pin: Pin) -> None:
@@ -177,7 +172,7 @@ class LocalBackend(Backend):
         prompt = context.token_ids(self.encode)
         extended = [context.add_text(choice) for choice in choices]
         tokens = [each.token_ids(self.encode) for each in extended]
-        start = min([_common(prompt, each) for each in tokens])
+        start = min([common_prefix(prompt, each) for each in tokens])
         if start < 1:
             done(ValueError("select: got nothing before the choices; allowed: some text that they follow"))
             return
@@ -209,18 +204,29 @@ class LocalBackend(Backend):
         """What stands before a choice that is scored alone: the begin token, if the model has one; None: not wanted."""
         return self._tokenizer.encode("") if method.requires_unconditional_logprobs else None
 
+    def go_on_from(self, stream: Stream, other: Stream) -> None:
+        assert isinstance(stream, LocalStream) and isinstance(other, LocalStream)
+        if other.pin is not None:
+            stream.move(other.pin.share())
+
     def prepare_fork(self, stream: Stream, context: Context, count: int) -> None:
         assert isinstance(stream, LocalStream)
         if stream.prepared is context or not context.runs or (count == 1 and not context.ends_in_text):
             return
         stream.prepared = context
-        stream.move(self._compute(stream, context.token_ids(self.encode)))
+        old, stream.pin = stream.pin, None
+        # The pages it goes on from are needed until it has been computed.
+        try:
+            stream.pin = self._compute(stream, old, context.token_ids(self.encode))
+        finally:
+            if stream.pin is None and old is not None:
+                old.drop()
 
     def cache_prefix(self, context: Context) -> object | None:
         if not context.runs:
             return None
         stream = LocalStream("", None)
-        return _Prefix(self._compute(stream, context.token_ids(self.encode), lease_s=PREFIX_LEASE_S))
+        return _Prefix(self._compute(stream, None, context.token_ids(self.encode), lease_s=PREFIX_LEASE_S))
 
     def start_from(self, stream: Stream, prefix: object | None) -> None:
         assert isinstance(stream, LocalStream)
@@ -233,11 +239,23 @@ class LocalBackend(Backend):
 
     # Requests
 
-    def _compute(self, stream: LocalStream, prompt: list[int], lease_s: float = 60.0) -> Pin:
-        """Compute a prompt and keep it. What goes wrong (a prompt too long) is told to those who go on from it."""
+    def _compute(self, stream: LocalStream, base: Pin | None, prompt: list[int], lease_s: float = 60.0) -> Pin:
+        """Compute a prompt and keep it; then drop its base. What goes wrong (a prompt too long) is told to those who
+        go on from it."""
         params = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0, prompt_logprobs_start=len(prompt))
+
+        def finish(output: GenerationOutput | BaseException, pin: Pin) -> None:
+            if base is not None:
+                base.drop()
+
         return self._request(
-            stream, prompt, params, lambda output, pin: None, next_ids=_NOTHING_SAMPLED, lease_s=lease_s
+            stream,
+            prompt,
+            params,
+            finish,
+            base="" if base is None else base.request_id,
+            next_ids=_NOTHING_SAMPLED,
+            lease_s=lease_s,
         )
 
     def _request(
@@ -349,13 +367,3 @@ class LocalBackend(Backend):
 
 def _ignore(output: object, pin: Pin) -> None:
     """An answer after the last one: what is still in flight of a failed request."""
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    count = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        count += 1
-    return count

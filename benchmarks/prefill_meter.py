@@ -1,0 +1,68 @@
+"""How many prompt tokens a program computed, against how many nobody could do without. An oracle by brute force.
+
+The prompts of all requests are put into one tree of tokens. A node that was generated has been computed while it was
+generated, all but the last of each output. Every other node has to be computed once, and no more: that is the ideal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_BASE, _MODULUS = 1_000_003, (1 << 61) - 1
+
+
+def _nodes(tokens: list[int]) -> list[int]:
+    """One number for each prefix: the same for the same prefix."""
+    numbers, value = [], 0
+    for token in tokens:
+        value = (value * _BASE + token + 1) % _MODULUS
+        numbers.append(value)
+    return numbers
+
+
+class PrefillMeter:
+    """Watches the requests of an LLM while the with block runs, from an empty prefix cache.
+
+    ideal, computed   prompt tokens; num_requests
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._thread = llm.engine_thread
+        self._prompts: list[list[int]] = []
+        self._outputs: dict[tuple[str, int], list[int]] = {}
+        self._prompt_of: dict[str, list[int]] = {}
+
+    def __enter__(self) -> PrefillMeter:
+        self._llm.flush_cache()
+        self._before = self._llm.stats().num_computed_prefill_tokens
+        self._submit = self._thread.submit
+        self._thread.submit = self._watch
+        return self
+
+    def _watch(self, message: Any, deliver: Callable[[Any], None]) -> None:
+        self._prompt_of[message.request_id] = message.prompt
+
+        def take(output: Any) -> None:
+            ids = getattr(output, "token_ids", None)
+            if ids:
+                self._outputs.setdefault((output.request_id, output.index), []).extend(ids)
+            deliver(output)
+
+        self._submit(message, take)
+
+    def __exit__(self, *exception: object) -> None:
+        del self._thread.submit
+        self.computed = self._llm.stats().num_computed_prefill_tokens - self._before
+        needed = {node for prompt in self._prompt_of.values() for node in _nodes(prompt)}
+        made: set[int] = set()
+        for (request_id, _), ids in self._outputs.items():
+            prompt = self._prompt_of[request_id]
+            made.update(_nodes(prompt + ids)[len(prompt) : -1])
+        self.ideal = len(needed - made)
+        self.num_requests = len(self._prompt_of)
+
+    @property
+    def ratio(self) -> float:
+        return self.computed / self.ideal
