@@ -28,15 +28,17 @@ def extract(s, document, max_tokens=16):
 
 
 DOCUMENT = """The lighthouse of Saint Aubin stands on a rock three miles west of the harbour of Port Elva. Sailors had
-asked for a light there since the wreck of the Marguerite in 1811, but forty years went by before the council found the
-money. The engineer Elisa Thornbury built it between 1852 and 1855 with stone from the quarries of Dunmore. Every block
-was cut on land, numbered, and carried over in the calm weeks of summer. The tower is 41 metres high and its walls are
-two metres thick at the foot. In the first winter a storm took the landing stage, and the three keepers lived on
-biscuits and rain water until March. The lamp burned oil until 1921, when it was replaced by an electric one. The light
-could be seen for nineteen miles. Five families lived on the rock over the years, and their children went to school by
-boat on Mondays and came home on Fridays. The last keeper, Tomas Welland, locked the door on the ninth of May 1988. Since
-then the light has been watched from the harbour. Visitors may climb the 196 steps on Sundays if the sea allows it, and
-a small museum in the old store room shows the first lamp, the log books and a model of the landing stage."""
+asked for a light there since the wreck of the Marguerite in 1811, but forty years went by before the
+council found the money. The engineer Elisa Thornbury built it between 1852 and 1855 with stone from the
+quarries of Dunmore. Every block was cut on land, numbered, and carried over in the calm weeks of
+summer. The tower is 41 metres high and its walls are two metres thick at the foot. In the first winter
+a storm took the landing stage, and the three keepers lived on biscuits and rain water until March. The
+lamp burned oil until 1921, when it was replaced by an electric one. The light could be seen for
+nineteen miles. Five families lived on the rock over the years, and their children went to school by
+boat on Mondays and came home on Fridays. The last keeper, Tomas Welland, locked the door on the ninth
+of May 1988. Since then the light has been watched from the harbour. Visitors may climb the 196 steps on
+Sundays if the sea allows it, and a small museum in the old store room shows the first lamp, the log
+books and a model of the landing stage."""
 
 
 def main() -> None:

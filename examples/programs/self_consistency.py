@@ -40,7 +40,8 @@ QUESTION = "Jason had 20 lollipops. He gave Denny some. Now he has 12 left. How 
 def main() -> None:
     with LLM() as llm:
         state = answer_often.run(QUESTION, backend=llm, temperature=0.7)
-        print("%s (%d of 10)" % state.ret_value)
+        number, count = state.ret_value
+        print(f"{number} ({count} of 10)")
 
 
 if __name__ == "__main__":
