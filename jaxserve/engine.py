@@ -11,11 +11,9 @@ unknown: step() raises EngineCrash, and again whenever it is called afterwards.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +24,7 @@ from jaxserve.constraining import Compiled, GrammarStage
 from jaxserve.continuation import Continuation, Deadlines, Group
 from jaxserve.detokenizer import Detokenizer, TokenBytes
 from jaxserve.embedding import Pooler, as_request
+from jaxserve.engine_steps import StepPipeline
 from jaxserve.messages import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -44,9 +43,9 @@ from jaxserve.messages import (
 )
 from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import InvalidParameter
-from jaxserve.scheduler.decision import RankedDecision, Runner, StepDecision
+from jaxserve.scheduler.decision import Runner, StepDecision
 from jaxserve.scheduler.dp_balance import make_scheduler
-from jaxserve.trace import StepRecord, StepTrace
+from jaxserve.trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +54,6 @@ STALL_SECONDS = 30.0  # without any decision while requests wait and nothing is 
 
 class EngineCrash(RuntimeError):
     """The engine cannot go on. Everything in flight is lost."""
-
-
-class _Flight(NamedTuple):
-    """A dispatched step whose tokens were not read yet."""
-
-    decision: StepDecision | RankedDecision
-    handle: Any
-    start: float
-    end: float
-    host_seconds: float
 
 
 class Engine:
@@ -89,7 +78,6 @@ class Engine:
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
-        self.trace = StepTrace(trace_capacity)
         self._runner = runner
         self._clock = clock
         self._detokenizer = Detokenizer(tokenizer)
@@ -99,7 +87,6 @@ class Engine:
             prefix_cache=config.prefix_cache,
             deterministic=config.deterministic,
         )
-        self._depth = 2 if config.overlap else 1
         geometry = runner.geometry
         self._limits = Limits(
             vocab_size=model.vocab_size,
@@ -115,20 +102,23 @@ class Engine:
             # K/V of a chunk may differ from that of single tokens in the last bit.
             may_jump=config.jump_forward and not config.deterministic,
         )
-        self._is_sampled = True  # False while the last step in flight waits for its masks
+        self._steps = StepPipeline(
+            runner, self.scheduler, self._grammars, depth=2 if config.overlap else 1, trace_capacity=trace_capacity
+        )
         self._groups: dict[str, Group] = {}
         self._by_number: dict[int, Continuation] = {}
         self._deadlines = Deadlines()
-        self._flying: deque[_Flight] = deque()
         self._outbox: list[RequestOutput] = []
         self._failure: str | None = None
         self._closes_at: float | None = None
         self._stalled_since: float | None = None
-        self._last_dispatch = math.nan  # NaN after an idle time
-        self._waited = 0.0  # seconds spent in collect() since the last dispatch
         self._finished: Counter[str] = Counter()
-        self._num_steps = self._num_output_tokens = self._num_prefill_tokens = self._num_dry_reads = 0
-        self._step_seconds = self._host_seconds = 0.0
+        self._num_output_tokens = 0
+
+    @property
+    def trace(self) -> StepTrace:
+        """When the last steps were dispatched and read."""
+        return self._steps.trace
 
     def handle(self, message: ToEngine) -> None:
         """Take one message. Answers come with the next step(), a failure of the scheduler as well."""
@@ -211,7 +201,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do now."""
-        return bool(self._groups or self._flying or self._outbox or self._grammars.is_waiting)
+        return bool(self._groups or not self._steps.is_empty or self._outbox or self._grammars.is_waiting)
 
     @property
     def is_drained(self) -> bool:
@@ -234,14 +224,16 @@ class Engine:
             self._expire()
             for compiled in self._grammars.take_ready(self._clock()):
                 self._take_compiled(compiled)
-            self._dispatch()
-            if self._flying:
-                self._collect()
+            while (events := self._steps.dispatch()) is not None:
+                self._take(events)
+            self._watch_for_stalls()
+            if not self._steps.is_empty:
+                self._take(self._steps.collect(self._pool))
         except Exception as error:
             self._crash(error)
             raise EngineCrash(self._failure) from error
-        if not self._groups and not self._flying:
-            self._last_dispatch = math.nan
+        if not self._groups and self._steps.is_empty:
+            self._steps.rest()
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -255,17 +247,17 @@ class Engine:
             num_pages=int(scheduler.num_pages) - 1,  # page 0 is nobody's
             num_pages_held=int(scheduler.num_pages_held),
             num_pages_cached=int(scheduler.num_pages_cached),
-            num_steps=self._num_steps,
+            num_steps=self._steps.num_steps,
             num_prompt_tokens=int(scheduler.num_prompt_tokens),
             num_cached_tokens=int(scheduler.num_cached_tokens),
-            num_computed_prefill_tokens=self._num_prefill_tokens,
+            num_computed_prefill_tokens=self._steps.num_prefill_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=int(scheduler.num_preemptions),
             num_finished=dict(self._finished),
             num_compiles_after_warmup=int(getattr(self._runner, "compiles_after_warmup", 0)),
-            step_seconds=self._step_seconds,
-            host_seconds=self._host_seconds,
-            num_reads_without_queue=self._num_dry_reads,
+            step_seconds=self._steps.step_seconds,
+            host_seconds=self._steps.host_seconds,
+            num_reads_without_queue=self._steps.num_dry_reads,
         )
 
     def close(self) -> None:
@@ -340,66 +332,7 @@ class Engine:
                 )
             )
 
-    def _dispatch(self) -> None:
-        while len(self._flying) < self._depth and self._is_sampled:
-            decision = self.scheduler.schedule()
-            if decision is None:
-                break
-            start = time.perf_counter()
-            handle = self._runner.dispatch(decision)
-            end = time.perf_counter()
-            host_seconds = end - self._last_dispatch - self._waited
-            if not math.isnan(host_seconds):
-                self._host_seconds += host_seconds
-            self._last_dispatch, self._waited = end, 0.0
-            self._flying.append(_Flight(decision, handle, start, end, host_seconds))
-            self._num_prefill_tokens += int(decision.num_tokens - decision.num_decodes)
-            if decision.is_constrained:
-                self._is_sampled = False
-                if len(self._flying) == 1:  # nothing before it is unknown
-                    self._take(self._sample())
-        self._watch_for_stalls()
-
-    def _collect(self) -> None:
-        flight = self._flying.popleft()
-        decision = flight.decision
-        start = time.perf_counter()
-        result = self._runner.collect(flight.handle)
-        end = time.perf_counter()
-        self._waited += end - start
-        self._num_steps += 1
-        self._step_seconds += end - flight.end
-        self._num_dry_reads += not self._flying
-        self.trace.append(
-            StepRecord(
-                step_id=decision.step_id,
-                num_tokens=decision.num_tokens,
-                num_rows=len(decision.rows),
-                num_decodes=decision.num_decodes,
-                dispatch_start=flight.start,
-                dispatch_end=flight.end,
-                collect_start=start,
-                collect_end=end,
-                queue_depth=len(self._flying),
-                host_seconds=flight.host_seconds,
-            )
-        )
-        if result.pooled is not None:
-            self._pool(decision, result.pooled)
-        events = self.scheduler.apply(decision, result)
-        if not self._is_sampled:
-            events += self._sample()  # before any text is made: the device needs it first
-        self._take(events)
-
-    def _sample(self) -> list[TokenEvent]:
-        """Start the sampling of the last step in flight; returns the tokens that grammars forced ahead."""
-        flight = self._flying[-1]
-        constraints, jumps = self._grammars.decide(flight.decision, self.scheduler.find)
-        self._flying[-1] = flight._replace(handle=self._runner.sample(flight.handle, constraints))
-        self._is_sampled = True
-        return [event for number, tokens in jumps for event in self.scheduler.extend(number, tokens)]
-
-    def _pool(self, decision: StepDecision, pooled: np.ndarray) -> None:
+    def _pool(self, decision: StepDecision | RankedDecision, pooled: np.ndarray) -> None:
         """Hand the pooled states [rows, hidden] of a step to the embeddings that its rows belong to."""
         for work, values in zip(decision.rows, pooled):
             member = self._by_number.get(work.request_id)
@@ -510,7 +443,7 @@ class Engine:
 
     def _watch_for_stalls(self) -> None:
         """Raise if requests wait, nothing runs and nothing is decided for STALL_SECONDS."""
-        if self._flying or not self._groups:
+        if not self._steps.is_empty or not self._groups:
             self._stalled_since = None
             return
         now = time.perf_counter()
