@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxserve.config import ATTENTION_BACKENDS, DTYPES, MATMUL_BACKENDS, POLICIES, EngineConfig
+from jaxserve.config import ATTENTION_BACKENDS, DTYPES, EXPERT_DISPATCHES, MATMUL_BACKENDS, POLICIES, EngineConfig
 
 # Field of EngineConfig -> help. `model` is an argument of the commands, not an option.
 ENGINE_HELP = {
@@ -36,6 +36,7 @@ ENGINE_HELP = {
     "max_waiting": "Requests in the queue before new ones are refused; 0: no limit.",
     "warmup": "Compile and run every program before the first request.",
     "compile_cache_dir": "Folder of compiled programs. Default: in the cache folder.",
+    "expert_dispatch": f"How tokens reach experts on other devices: {', '.join(EXPERT_DISPATCHES)}.",
     "mesh": "Devices along each axis: data=4,tensor=2 (axes: data, expert, tensor).",
     "dp": "Data parallel groups: axis data of the mesh.",
     "tp": "Devices that share heads, feed-forward width and vocabulary: axis tensor.",

@@ -9,6 +9,7 @@ from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
 DTYPES = ("auto", "float32", "bfloat16")
 POLICIES = ("fcfs", "lpm", "priority")
 ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
+EXPERT_DISPATCHES = ("auto", "gather", "all_to_all")
 MATMUL_BACKENDS = ("auto", "cpu_ffi", "xla")
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -41,6 +42,7 @@ class EngineConfig:
     mesh               devices along each axis, "data=4,tensor=2"; "": one device, or what dp, tp and ep say
     dp, tp, ep         the same axes one by one: data, tensor, expert; ep 0: not named (see mesh_shape). Rows, pages
                        and tokens of a step are per rank of data and expert
+    expert_dispatch    how tokens reach experts on other devices: "gather", "all_to_all", or by tokens per step
     """
 
     model: str = DEFAULT_MODEL
@@ -66,6 +68,7 @@ class EngineConfig:
     warmup: bool = True
     compile_cache_dir: str | None = None
     mesh: str = ""
+    expert_dispatch: str = "auto"
     dp: int = 1
     tp: int = 1
     ep: int = 0
@@ -92,6 +95,7 @@ class EngineConfig:
             )
         if not 0.0 < self.memory_fraction <= 0.95:
             raise ValueError(f"memory_fraction: got {self.memory_fraction}; allowed: above 0 up to 0.95")
+        _one_of("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCHES)
         self.mesh_shape()
 
     def mesh_shape(self, num_experts: int = 0) -> MeshShape:

@@ -59,6 +59,7 @@ class RuntimeOptions:
     deterministic   every query token is computed by the same arithmetic whatever else the step holds
     mesh            devices along each axis. With more than one a model's code runs under shard_map and its arrays,
                     also its configuration's sizes, are those of one device
+    expert_dispatch   how tokens reach experts on other devices: see sharding/expert_parallel.py: DISPATCHES
     max_model_len   longest prompt + output that is served; None: what the model can do (only longrope asks)
     """
 
@@ -71,6 +72,7 @@ class RuntimeOptions:
     deterministic: bool = False
     max_model_len: int | None = None
     mesh: MeshShape = ONE_DEVICE
+    expert_dispatch: str = "gather"
 
 
 class Model(Protocol):

@@ -90,7 +90,8 @@ class Embedding(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate x) * up x) (Shazeer, 2020, arXiv:2002.05202)."""
+    """down(activation(gate x) * up x) (Shazeer, 2020, arXiv:2002.05202). is_summed=False: under tensor parallelism the
+    caller sums over the devices."""
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class FeedForward(nnx.Module):
         activation: str,
         has_bias: bool,
         options: RuntimeOptions,
+        is_summed: bool = True,
     ) -> None:
         self.gate_up = Linear(
             params,
@@ -118,7 +120,7 @@ class FeedForward(nnx.Module):
             intermediate_size,
             options=options,
             has_bias=has_bias,
-            splits_columns=True,
+            splits_columns=is_summed,
         )
         self.activation = activation
 

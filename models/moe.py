@@ -20,7 +20,10 @@ from jaxserve.models.layers import FeedForward, Linear, activate
 from jaxserve.models.parameters import Parameters, WeightValue
 from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
 from jaxserve.pallas_kernels.matmul.api import linear_xla
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.sharding.collectives import sum_over_tensor
+from jaxserve.sharding.expert_parallel import choose_dispatch, exchange_tokens, gather_tokens
 
 _SWIGLU_ALPHA = 1.702  # gpt-oss
 
@@ -121,9 +124,12 @@ def compute_experts(
 
 def combine(out: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
     """out [T * k, H] of sorted rows, weights [T, k] -> [T, H]: each token's outputs, weighted and summed in the
-    order of its choices."""
+    order of its choices. Rows that `out` leaves off count as zero."""
     num_tokens, count = weights.shape
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    if out.shape[0] < order.shape[0]:
+        place = jnp.minimum(place, out.shape[0])
+        out = jnp.pad(out, ((0, 1), (0, 0)))
     return jnp.einsum("tkh,tk->th", out[place].reshape(num_tokens, count, -1), weights, precision="highest")
 
 
@@ -139,12 +145,13 @@ class MoE(nnx.Module):
         if moe is None:
             raise ValueError("moe: got none; allowed: a description of the experts")
         self.moe, self.activation, self.options = moe, config.activation, options
-        hidden, size, count = config.hidden_size, moe.intermediate_size, moe.num_experts
-        self.router = nnx.Param(params.exact(f"{prefix}.router", count, hidden))
-        self.router_bias = nnx.Param(params.bias((f"{prefix}.router",), (count,))) if moe.has_router_bias else None
+        hidden, size, total = config.hidden_size, moe.intermediate_size, moe.num_experts
+        self.router = nnx.Param(params.exact(f"{prefix}.router", total, hidden))
+        self.router_bias = nnx.Param(params.bias((f"{prefix}.router",), (total,))) if moe.has_router_bias else None
         self.correction = (
-            nnx.Param(params.vector(f"{prefix}.router_correction", count)) if moe.has_correction_bias else None
+            nnx.Param(params.vector(f"{prefix}.router_correction", total)) if moe.has_correction_bias else None
         )
+        self.num_local = count = total // options.mesh.expert
         gate_up, down = (f"{prefix}.experts.gate", f"{prefix}.experts.up"), (f"{prefix}.experts.down",)
         has_bias = moe.has_expert_bias
         self.gate_up = nnx.Param(params.stack(gate_up, (size, size), hidden, count))
@@ -160,6 +167,7 @@ class MoE(nnx.Module):
                 activation=config.activation,
                 has_bias=False,
                 options=options,
+                is_summed=False,
             )
             if moe.shared_size
             else None
@@ -192,19 +200,53 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, batch: RaggedBatch) -> jax.Array:
         """x [T, H] -> [T, H] float32."""
         ids, weights = self.route(x, batch)
-        order, group_sizes = sort_by_expert(ids, self.moe.num_experts)
+        mesh = self.options.mesh
+        out = self.compute_local(x, ids, weights) if mesh.expert == 1 else self._dispatch(x, ids, weights)
+        if self.shared is not None:
+            out = out + self.compute_shared(x)
+        # One sum for the routed experts and the shared one.
+        return sum_over_tensor(out, mesh)
+
+    def compute_local(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        """x [M, H], ids and weights [M, k] -> [M, H] float32: what the experts of this device add to each token."""
+        count, num_chosen, mesh = self.num_local, self.moe.num_experts_per_token, self.options.mesh
+        first = lax.axis_index("expert") * count if mesh.expert > 1 else 0
+        order, group_sizes = sort_by_expert(ids, count, first)
+        # A token has no more choices here than there are experts.
+        rows = order[: x.shape[0] * min(num_chosen, count)]
         out = compute_experts(
-            x[order // self.moe.num_experts_per_token],
+            x[rows // num_chosen],
             group_sizes,
             self.experts,
             activation=self.activation,
             swiglu_limit=self.moe.swiglu_limit,
             backend=self.options.matmul,
         )
-        out = combine(out, order, weights)
-        return out if self.shared is None else out + self.compute_shared(x)
+        return combine(out, order, weights)
+
+    def _dispatch(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        """x [T, H], ids and weights [T, k] of this rank -> [T, H] float32, over the devices that share the experts."""
+        moe, mesh, stack = self.moe, self.options.mesh, self.gate_up.get_value()
+        if not isinstance(stack, QuantizedWeight):
+            x = x.astype(stack.dtype)  # the product would round it anyway; fewer bytes travel
+        scheme = self.options.expert_dispatch
+        if scheme == "auto":
+            scheme = choose_dispatch(
+                num_devices=mesh.expert,
+                num_tokens=x.shape[0],
+                hidden=x.shape[1],
+                num_experts=moe.num_experts,
+                num_chosen=moe.num_experts_per_token,
+                value_bytes=x.dtype.itemsize,
+            )
+        if scheme == "gather":
+            return gather_tokens(x, ids, weights, self.compute_local)
+        return exchange_tokens(
+            x, ids, weights, self.compute_local, num_devices=mesh.expert, num_experts=moe.num_experts
+        )
 
     def compute_shared(self, x: jax.Array) -> jax.Array:
-        """The shared expert's part [T, H]; only where the configuration has one."""
+        """The shared expert's part [T, H], under tensor parallelism this device's summand; only where the
+        configuration has one."""
         out = self.shared(x)
         return out if self.shared_gate is None else out * jax.nn.sigmoid(self.shared_gate(x))

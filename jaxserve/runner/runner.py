@@ -194,6 +194,10 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
         is_latent = model_config is not None and model_config.mla is not None
         in_place = platform != "cpu" or (attention == "cpu_ffi" and not is_latent)
         page_dtype = "bfloat16" if dtype == "bfloat16" and in_place else "float32"
+    dispatch = config.expert_dispatch
+    if dispatch == "auto" and (platform == "cpu" or config.deterministic):
+        # XLA:CPU's form of the exchange saves no bytes; one scheme for all steps adds in one order.
+        dispatch = "gather"
     return RuntimeOptions(
         dtype=dtype,
         page_size=config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE),
@@ -201,6 +205,7 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
         attention=attention,
         matmul=matmul,
         cascade=config.cascade,
+        expert_dispatch=dispatch,
         deterministic=config.deterministic,
         max_model_len=None if model_config is None else _served_length(config.max_model_len, model_config),
     )

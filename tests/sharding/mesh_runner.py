@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from jaxserve.models.loading import load_config, load_model
@@ -25,7 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 def build(name: str, mesh: str, **changes: Any) -> ModelRunner:
-    """A runner of 4 rows and 32 tokens a step for each rank. Programs are compiled when they are first needed."""
+    """A runner of 4 rows and 32 tokens a step for each rank. Programs are compiled when they are first needed, and for
+    one or two sizes only: the tests that want more sizes are those of one device."""
     wanted = {
         "dtype": "float32", "max_num_rows": 4, "max_step_tokens": 32, "num_pages": 64, "page_size": 8,
         "attention_backend": "reference", "matmul_backend": "xla", "compile_cache_dir": "", "warmup": False,
@@ -35,7 +37,11 @@ def build(name: str, mesh: str, **changes: Any) -> ModelRunner:
     model_config = load_config(source)
     options, devices = place_on_mesh(config, model_config, resolve_options(config, "cpu", model_config))
     model = load_model(source, model_config, options, mesh=devices)
-    return ModelRunner.from_model(config, model, options, mesh=devices, model_config=model_config)
+    with (
+        mock.patch("jaxserve.runner.runner.token_ladder", lambda most: (8, most) if config.warmup else (most,)),
+        mock.patch("jaxserve.runner.runner.sample_ladder", lambda rows, most: (rows + min(most, 8),)),
+    ):
+        return ModelRunner.from_model(config, model, options, mesh=devices, model_config=model_config)
 
 
 @functools.cache

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from mesh_runner import build, largest_difference, reference, serve
 
+from jaxserve.sampling_params import SamplingParams
+
 MAX_ERROR = 1e-4
 
 
 def check(name: str, mesh: str, **changes: object) -> None:
     cases = reference(name)
     runner = build(name, mesh, **changes)
-    served = serve(runner, [prompt for prompt, *_ in cases])
+    params = [SamplingParams(temperature=0.0, max_tokens=len(tokens)) for _, tokens, _ in cases]
+    served = serve(runner, [prompt for prompt, *_ in cases], params)
     assert served.tokens == [tokens for _, tokens, _ in cases]
     assert largest_difference(served, [logits for *_, logits in cases]) <= MAX_ERROR
 
