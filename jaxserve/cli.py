@@ -11,9 +11,10 @@ import typer
 import jaxserve
 from jaxserve.bench.command import bench_app
 from jaxserve.cli_fleet import RoutingOptions, run_router_command, serve_replicas
-from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of
+from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of, with_server_options
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.settings import ServerSettings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -48,42 +49,45 @@ def _root(
 
 @app.command()
 @with_engine_options
+@with_server_options(ServerSettings)
 def serve(
     engine: dict[str, Any],
+    server: dict[str, Any],
     model: ModelArgument = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = DEFAULT_PORT,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name in the API. Default: MODEL.")] = None,
     replicas: Annotated[int, typer.Option(help="Engines to run, behind a router.", min=1)] = 1,
     route: Annotated[str, typer.Option(help="With --replicas, which engine gets a request (see: router).")] = (
         "cache_aware"
     ),
-    tool_call_parser: Annotated[
-        str, typer.Option(help="How the model writes tool calls. auto: as its chat template says.")
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str, typer.Option(help="How the model reasons: auto, none, qwen3, deepseek_r1, gpt_oss.")
-    ] = "auto",
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
     config = EngineConfig(model=model, **engine)
-    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    settings = ServerSettings(**server)
     if replicas > 1:
+        parsers = {name: getattr(settings, name) for name in ("tool_call_parser", "reasoning_parser")}
         status = serve_replicas(
-            config, {"served_model_name": served_model_name, **parsers}, count=replicas, policy=route, host=host,
-            port=port, api_keys=api_key or [],
+            config, {"served_model_name": settings.served_model_name, **parsers}, count=replicas, policy=route,
+            host=settings.host, port=settings.port, api_keys=list(settings.api_keys),
         )  # fmt: skip
         raise typer.Exit(status)
-    from jaxserve.server.app import ServerSettings, run_server
+    from jaxserve.server.app import run_server
 
-    settings = ServerSettings(
-        host=host, port=port, api_keys=tuple(api_key or ()), served_model_name=served_model_name,
-        **parsers,
-    )  # fmt: skip
     raise typer.Exit(run_server(config, settings))
+
+
+@app.command("run-batch")
+@with_engine_options
+def run_batch(
+    engine: dict[str, Any],
+    file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line, as OpenAI's batch API takes them.")],
+    model: Annotated[str, typer.Option(help="Model that answers.")] = DEFAULT_MODEL,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: standard output.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the requests. Default: MODEL.")] = None,
+) -> None:
+    """Answer a file of requests and leave: no port is opened, answers come in the order of the file."""
+    from jaxserve.server.batch_file import run_file
+
+    config = EngineConfig(model=model, **engine)
+    raise typer.Exit(run_file(config, ServerSettings(served_model_name=served_model_name), file, output))
 
 
 @app.command()

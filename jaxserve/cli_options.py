@@ -43,6 +43,44 @@ ENGINE_HELP = {
     "ep": "Devices that share the experts: axis expert. Default: all of --dp.",
 }
 
+# Field of ServerSettings -> (flag, environment variable or None, help).
+SERVER_OPTIONS: dict[str, tuple[str, str | None, str]] = {
+    "host": ("--host", None, "Address to listen on."),
+    "port": ("--port", None, "Port to listen on; 0: a free one."),
+    "served_model_name": ("--served-model-name", None, "Name in the API. Default: MODEL."),
+    "tool_call_parser": ("--tool-call-parser", None, "How the model writes tool calls. auto: as its template says."),
+    "reasoning_parser": ("--reasoning-parser", None, "How the model reasons: auto, none, qwen3, deepseek_r1, gpt_oss."),
+    "api_keys": ("--api-key", "JAXSERVE_API_KEYS", "A key that clients must send, or sha256: and the digest of one; "
+                 "may be given several times."),
+    "admin_api_key": ("--admin-api-key", "JAXSERVE_ADMIN_API_KEY", "Key of control routes. Default: closed if there "
+                      "are other keys, else open."),
+    "max_requests_per_minute": ("--max-requests-per-minute", None, "Of one key, or one address without keys; 0: any."),
+    "max_requests_at_once": ("--max-requests-at-once", None, "Of one key, or one address without keys; 0: any."),
+    "max_in_flight": ("--max-in-flight", None, "Prompts queued or running; more are answered with 503."),
+    "max_body_bytes": ("--max-body-bytes", None, "Longest request body."),
+    "max_n": ("--max-n", None, "Continuations of one prompt at most."),
+    "max_sequences": ("--max-sequences", None, "Prompts x n of one HTTP request at most."),
+    "request_timeout_s": ("--request-timeout", None, "Seconds after which a request is given up. Default: never."),
+    "body_timeout_s": ("--body-timeout", None, "Seconds in which a body must have come."),
+    "write_timeout_s": ("--write-timeout", None, "Seconds in which a client must read its answer."),
+    "max_stored_responses": ("--max-stored-responses", None, "Responses kept for later requests."),
+    "max_stored_response_bytes": ("--max-stored-response-bytes", None, "Bytes of all of them."),
+    "allowed_hosts": ("--allowed-host", None, "Host name that requests may be for, *.NAME or *; may be given several "
+                      "times. Default: any; on a loopback address without keys loopback names only."),
+    "cors_origins": ("--cors-origin", None, "Origin whose web pages may use the API, or *; repeatable."),
+    "ssl_certfile": ("--ssl-certfile", None, "PEM file: serve HTTPS."),
+    "ssl_keyfile": ("--ssl-keyfile", None, "PEM file with the key of --ssl-certfile."),
+    "log_format": ("--log-format", None, "text, or json: one JSON object a line."),
+    "access_log": ("--access-log/--no-access-log", None, "One line in the log for each HTTP request."),
+    "otlp_endpoint": ("--otlp-endpoint", None, "OpenTelemetry collector (OTLP over HTTP) for traces."),
+    "chat_page": ("--chat-page/--no-chat-page", None, "Serve the chat page at /."),
+    "drain_s": ("--drain", None, "Seconds that requests get to finish after SIGTERM."),
+    "heartbeat_timeout_s": ("--heartbeat-timeout", None, "Seconds of silence after which an engine is replaced."),
+    "max_restarts": ("--max-restarts", None, "An engine lost more often within --restart-window ends the server."),
+    "restart_window_s": ("--restart-window", None, "Seconds in which --max-restarts counts."),
+    "restart_delay_s": ("--restart-delay", None, "Seconds before the first restart."),
+}  # fmt: skip
+
 Command = Callable[..., Any]
 
 
@@ -56,6 +94,39 @@ def with_engine_options(command: Command) -> Command:
         return {name: value for name, value in values.items() if value != defaults[name]}
 
     return _with_parameters(command, "engine", parameters, changed)
+
+
+def with_server_options(settings: type) -> Callable[[Command], Command]:
+    """Give a command the fields of ServerSettings as options. It receives `server`: a dict for ServerSettings(...).
+
+    settings: that class; it is the caller's to import, as the server stands above this module.
+    """
+    types = typing.get_type_hints(settings)
+    parameters = []
+    for field in dataclasses.fields(settings):
+        if field.name not in SERVER_OPTIONS:
+            continue
+        flag, variable, text = SERVER_OPTIONS[field.name]
+        is_list = types[field.name] == tuple[str, ...]
+        kind = list[str] | None if is_list else types[field.name]
+        default = None if is_list else field.default
+        option = typer.Option(
+            flag, help=text, rich_help_panel="Server", envvar=variable, show_default=default is not None
+        )
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+            )
+        )
+
+    def collect(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if value is not None
+        }
+
+    return lambda command: _with_parameters(command, "server", parameters, collect)
 
 
 def refuse_engine_options(engine: dict[str, Any]) -> None:

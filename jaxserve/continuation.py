@@ -207,7 +207,7 @@ class Continuation:
                 scores = group.prompt_logprobs
             elif finish_reason not in (FINISH_ABORT, FINISH_ERROR):
                 raise RuntimeError("the first token came before all scores of the prompt")
-        self._was_sent = True
+        is_first, self._was_sent = not self._was_sent, True
         token_ids, self._token_ids = self._token_ids, []
         logprobs = self._logprobs
         if logprobs is not None:
@@ -225,6 +225,7 @@ class Continuation:
             num_prompt_tokens=len(request.prompt),
             num_cached_tokens=request.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
+            queue_seconds=request.admitted - request.arrival if is_first and request.admitted is not None else None,
             error=error,
             parameter=parameter,
         )

@@ -27,6 +27,7 @@ from types import FrameType
 
 import zmq
 
+from jaxserve import logs
 from jaxserve.config import EngineConfig
 from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine
@@ -120,7 +121,11 @@ class _PrintProgress:
         step = (what, 10 * done // max(total, 1))
         if step != self._last:
             self._last = step
-            print(f"jaxserve engine: {what} {10 * step[1]} %", file=sys.stderr, flush=True)
+            text = f"{what} {10 * step[1]} %"
+            if logs.is_json():
+                logger.info("%s", text)
+            else:
+                print(f"jaxserve engine: {text}", file=sys.stderr, flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -135,7 +140,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the engine; returns the exit status."""
     options = _parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure()
     faulthandler.enable()
     try:
         config = parse_config(options.config)

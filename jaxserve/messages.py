@@ -123,6 +123,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     next_logprobs     once: one per token of ProgramPart.next_ids
     finish_reason     None while it runs; stop_reason: the stop string or stop token id, None for eos
     num_prompt_tokens, num_cached_tokens, num_output_tokens   totals so far
+    queue_seconds  with the first output: from arrival until it was given a row
     error        with FINISH_ERROR: what went wrong, in the client's terms
     embedding    the answer to AddEmbedding
     """
@@ -139,6 +140,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    queue_seconds: float | None = None
     error: str | None = None
     parameter: str | None = None
     embedding: list[float] | None = None

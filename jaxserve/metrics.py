@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxserve.messages import FINISH_ERROR, EngineStats
@@ -19,6 +19,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _PER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_TOKEN_BUCKETS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+_METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _LATENCY_BUCKETS = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 _COUNTERS = (
@@ -66,6 +68,33 @@ class EngineMetrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY_BUCKETS
         )
 
+        self._gap = self._histogram(
+            "inter_token_latency_seconds", "Time between two outputs of a stream, per token.", _PER_TOKEN_BUCKETS
+        )
+        self._per_request = self._histogram(
+            "request_time_per_output_token_seconds", "The same as a mean over a request.", _PER_TOKEN_BUCKETS
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From arrival until a request was given a row.", _LATENCY_BUCKETS
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From being given a row to the first token.", _LATENCY_BUCKETS
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "From being given a row to the last token.", _LATENCY_BUCKETS
+        )
+        self._num_prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS)
+        self._num_output = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKEN_BUCKETS)
+        self._http = Counter(
+            "jaxserve_http_requests",
+            "HTTP requests by method, route and status; 0: the client left first.",
+            ["method", "route", "status"],
+            registry=self.registry,
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
         return histogram.labels(self._model_name)
@@ -95,11 +124,37 @@ class EngineMetrics:
     def observe_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
 
-    def observe_finished(self, seconds: float, *, first_token_seconds: float, num_output_tokens: int) -> None:
-        """A request answered in full: its latency, and the mean time per token after the first."""
+    def observe_gap(self, seconds: float) -> None:
+        """Time per token between two outputs of a stream."""
+        self._gap.observe(seconds)
+
+    def observe_finished(
+        self,
+        seconds: float,
+        *,
+        first_token_seconds: float,
+        num_output_tokens: int,
+        num_prompt_tokens: int = 0,
+        queue_seconds: float | None = None,
+    ) -> None:
+        """A request answered in full: its latency and its parts, its sizes, and the mean time per token after the
+        first."""
         self._latency.observe(seconds)
+        self._num_prompt.observe(num_prompt_tokens)
+        self._num_output.observe(num_output_tokens)
         if num_output_tokens > 1:
-            self._per_token.observe((seconds - first_token_seconds) / (num_output_tokens - 1))
+            mean = (seconds - first_token_seconds) / (num_output_tokens - 1)
+            self._per_token.observe(mean)
+            self._per_request.observe(mean)
+        self._decode.observe(seconds - first_token_seconds)
+        if queue_seconds is not None:
+            self._queue.observe(queue_seconds)
+            self._prefill.observe(max(0.0, first_token_seconds - queue_seconds))
+            self._inference.observe(max(0.0, seconds - queue_seconds))
+
+    def count_http(self, method: str, route: str, status: int) -> None:
+        """An HTTP request that has been answered (or left)."""
+        self._http.labels(method if method in _METHODS else "other", route, str(status)).inc()
 
     def render(self) -> bytes:
         """The text of /metrics; its type is CONTENT_TYPE."""

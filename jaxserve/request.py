@@ -30,6 +30,7 @@ class Request:
 
     output_ids          tokens known to the host, in order (the device may be one or two ahead)
     max_total_tokens    prompt + output at most (max_tokens and the context limit, whichever is smaller)
+    admitted            when it was first given a row, by time.monotonic(); None: not yet
     num_cached_tokens   prompt tokens whose K/V came from the cache at the first admission
     pooling             of an embedding: "last", "mean"; "" for a text to continue
     part                its place in a program, see messages.ProgramPart
@@ -49,6 +50,7 @@ class Request:
     namespace: str = ""
     priority: int = 0
     arrival: float = 0.0
+    admitted: float | None = None
     pooling: str = ""
     part: ProgramPart = ALONE
     keep_as: str = ""

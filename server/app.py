@@ -21,7 +21,9 @@ from jaxserve.server.auth import ApiKeys
 from jaxserve.server.engine_client import EngineClient, EngineState
 from jaxserve.server.errors import unavailable
 from jaxserve.server.generation import Server
+from jaxserve.server.limits import HostRules, RateLimits, hosts_of
 from jaxserve.server.listening import address_of, listen, loop_factory
+from jaxserve.server.observe import Observe
 from jaxserve.server.openapi import install
 from jaxserve.server.prompts import LoadedModel
 from jaxserve.server.reasoning.styles import resolve_style
@@ -30,8 +32,11 @@ from jaxserve.server.routes import add_routes
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.supervisor import Supervisor
 from jaxserve.server.tools.formats import resolve_format
+from jaxserve.server.tracing import OpenTelemetry
+from starlette.middleware.cors import CORSMiddleware
 
 import jaxserve
+from jaxserve import logs
 from jaxserve.config import EngineConfig
 from jaxserve.messages import ModelInfo
 from jaxserve.metrics import EngineMetrics
@@ -72,6 +77,7 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
             server.responses.close()
             app.state.server.supervisor.stop()
             await supervision
+            await asyncio.to_thread(app.state.close_tracer)
             await app.state.server.grammars.close()
 
     app = FastAPI(
@@ -98,10 +104,37 @@ def build_app(config: EngineConfig, settings: ServerSettings) -> FastAPI:
     )
     app.state.server = server
     app.state.on_engine_end = lambda: None
+    app.state.close_tracer = lambda: None
     add_routes(app, server)
     install(app, has_keys=bool(settings.api_keys))
-    app.add_middleware(ApiKeys, keys=settings.api_keys, admin_key=settings.admin_api_key)
+    _add_middleware(app, server)
     return app
+
+
+def _add_middleware(app: FastAPI, server: Server) -> None:
+    """What a request passes before it reaches its route, the innermost first."""
+    settings = server.settings
+    if settings.max_requests_per_minute or settings.max_requests_at_once:
+        app.add_middleware(
+            RateLimits, per_minute=settings.max_requests_per_minute, at_once=settings.max_requests_at_once
+        )
+    app.add_middleware(ApiKeys, keys=settings.api_keys, admin_key=settings.admin_api_key)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    hosts = hosts_of(settings.host, settings.allowed_hosts, has_keys=bool(settings.api_keys))
+    if hosts:
+        app.add_middleware(HostRules, hosts=hosts)
+    tracer = None
+    if settings.otlp_endpoint is not None:
+        tracer = OpenTelemetry(settings.otlp_endpoint, server.model_name)
+        app.state.close_tracer = tracer.close
+    app.add_middleware(Observe, metrics=server.client.metrics, with_log=settings.access_log, tracer=tracer)
 
 
 def run_server(config: EngineConfig, settings: ServerSettings) -> int:
@@ -112,7 +145,7 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     2   the address cannot be listened on
     128 + number of the signal: a second one came while requests were being finished
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log_format)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
@@ -121,23 +154,25 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     app = build_app(config, settings)
     uvicorn_config = uvicorn.Config(
         app,
-        log_level="warning" if not settings.access_log else "info",
-        access_log=settings.access_log,
+        log_level="warning",
+        access_log=False,  # middleware writes it
         log_config=None,
         http="httptools",
         ws="none",
         lifespan="on",
         server_header=False,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.drain_s) + _AFTER_DRAIN_S,
     )
-    address = address_of(listener)
-    print(f"jaxserve: {app.state.server.model_name} on {address} (loading; /ready tells when)", file=sys.stderr)
+    address = address_of(listener, "https" if settings.ssl_certfile else "http")
+    _announce(f"{app.state.server.model_name} on {address} (loading; /ready tells when)")
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_HttpServer(uvicorn_config, app).serve(sockets=[listener]))
     failure = app.state.server.supervisor.failure
     if failure is not None:
-        print(f"jaxserve: {failure}", file=sys.stderr)
+        _announce(failure)
         return EXIT_ENGINE
     return 0
 
@@ -179,6 +214,14 @@ class _HttpServer(uvicorn.Server):
     def _on_engine_end(self) -> None:
         # After a failure there is nothing left to serve; after a stop this changes nothing.
         self.should_exit = True
+
+
+def _announce(text: str) -> None:
+    """Tell the operator: a line for people, or a record like all others."""
+    if logs.is_json():
+        logger.info("%s", text)
+    else:
+        print(f"jaxserve: {text}", file=sys.stderr)
 
 
 def _model_name(model: str) -> str:

@@ -10,6 +10,8 @@ from jaxserve.server.errors import ApiError, error_body
 from jaxserve.server.generation import ADMIN, TENANT
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+DIGEST_PREFIX = "sha256:"
+
 # Liveness, readiness and the static page. Anything else, also a path that does not exist, asks for a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/web/chat.css", "/web/chat.js", "/web/icon.svg"})
 # What concerns all clients.
@@ -42,7 +44,7 @@ class ApiKeys:
         elif self._digests and not is_admin and match is None:
             refusal = _wrong_key()
         if refusal is not None:
-            await _refuse(refusal, scope["path"], send)
+            await send_error(refusal, scope["path"], send)
             return
         if match is not None or is_admin:
             scope[TENANT] = (match or self._admin or b"").hex()[:32]
@@ -70,6 +72,9 @@ class ApiKeys:
 
 
 def _digest(key: str) -> bytes:
+    """A key may be given as the digest itself, so that no configuration holds it in clear."""
+    if key.startswith(DIGEST_PREFIX):
+        return bytes.fromhex(key.removeprefix(DIGEST_PREFIX))
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -94,7 +99,8 @@ def _wrong_key() -> ApiError:
     )
 
 
-async def _refuse(error: ApiError, path: str, send: Send) -> None:
+async def send_error(error: ApiError, path: str, send: Send) -> None:
+    """Answer a request whose body is not read."""
     body = error_body(error, path)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

@@ -109,8 +109,8 @@ class Submission:
     """
 
     __slots__ = (
-        "_client", "_error", "_left", "_num_open", "_outputs", "_waiter", "_was_observed", "arrival", "first_output",
-        "names", "prompt_of",
+        "_client", "_clocks", "_error", "_left", "_num_open", "_outputs", "_waiter", "arrival", "first_output", "names",
+        "num_output_tokens", "num_prompt_tokens", "prompt_of",
     )  # fmt: skip
 
     def __init__(self, client: EngineClient, prompt_of: dict[str, int], num_continuations: int) -> None:
@@ -119,7 +119,8 @@ class Submission:
         self.prompt_of = prompt_of
         self.arrival = time.monotonic()
         self.first_output: float | None = None
-        self._was_observed = False
+        self.num_prompt_tokens = self.num_output_tokens = 0
+        self._clocks: dict[tuple[str, int], _Clock] = {}  # of each continuation
         self._num_open = num_continuations
         self._outputs: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -147,21 +148,38 @@ class Submission:
         return outputs
 
     def deliver(self, output: RequestOutput) -> None:
+        now = time.monotonic()
         if self.first_output is None:
-            self.first_output = time.monotonic()
-        if output.embedding is None and not self._was_observed:
-            self._was_observed = True
-            self._client.metrics.observe_first_token(self.first_output - self.arrival)
+            self.first_output = now
+            if output.embedding is None:
+                self._client.metrics.observe_first_token(now - self.arrival)
+        self.num_output_tokens += len(output.token_ids)
+        if output.embedding is None:
+            self._observe(output, now)
         if output.finish_reason is not None:
             self._num_open -= 1
-            if output.finish_reason not in (FINISH_ABORT, FINISH_ERROR) and output.embedding is None:
-                self._client.metrics.observe_finished(
-                    time.monotonic() - self.arrival,
-                    first_token_seconds=self.first_output - self.arrival,
-                    num_output_tokens=output.num_output_tokens,
-                )
         self._outputs.append(output)
         self._wake()
+
+    def _observe(self, output: RequestOutput, now: float) -> None:
+        key = (output.request_id, output.index)
+        clock = self._clocks.get(key)
+        if clock is None:
+            clock = self._clocks[key] = _Clock(now, output.queue_seconds)
+        elif output.token_ids:
+            self._client.metrics.observe_gap((now - clock.last) / len(output.token_ids))
+        clock.last = now
+        if output.finish_reason is None:
+            return
+        del self._clocks[key]
+        if output.finish_reason not in (FINISH_ABORT, FINISH_ERROR):
+            self._client.metrics.observe_finished(
+                now - self.arrival,
+                first_token_seconds=clock.first - self.arrival,
+                queue_seconds=clock.queue_seconds,
+                num_prompt_tokens=output.num_prompt_tokens,
+                num_output_tokens=output.num_output_tokens,
+            )
 
     def fail(self, error: ApiError) -> None:
         """The rest will not come. What has come can still be read."""
@@ -301,6 +319,7 @@ class EngineClient:
         prompt_of = {message.request_id: place for place, message in enumerate(messages)}
         submission = Submission(self, prompt_of, sum(map(num_outputs, messages)))
         submission.names = names
+        submission.num_prompt_tokens = sum(len(message.prompt) for message in messages)
         try:
             for message in messages:
                 self._send(encode(message))
@@ -372,6 +391,16 @@ class EngineClient:
                 del self._in_flight[output.request_id]
         if entry.submission is not None:
             entry.submission.deliver(output)
+
+
+class _Clock:
+    """When a continuation's first and newest output came."""
+
+    __slots__ = ("first", "last", "queue_seconds")
+
+    def __init__(self, now: float, queue_seconds: float | None) -> None:
+        self.first = self.last = now
+        self.queue_seconds = queue_seconds
 
 
 class _Entry:

@@ -13,6 +13,7 @@ from jaxserve.sampling_params import InvalidParameter
 INVALID_REQUEST = "invalid_request_error"
 UNAVAILABLE = "service_unavailable"
 SERVER_ERROR = "server_error"
+RATE_LIMITED = "rate_limit_error"
 
 _MAX_SHOWN = 100  # characters of a client's value that are repeated in a message
 _MAX_BITS = 256  # of an integer that is repeated in full; Python refuses to print those of many thousands

@@ -31,6 +31,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.grammar import Grammar
 
 TENANT = "jaxserve.tenant"  # in the ASGI scope: which API key was sent
+SUBMISSION = "jaxserve.submission"  # in the ASGI scope: what the request has in the engine
 ADMIN = "jaxserve.admin"  # in the ASGI scope: whether it was the admin key, or none is needed
 NO_CLIENT = 499  # nobody reads this status
 
@@ -221,6 +222,7 @@ async def answer(
     make_writer(job, prompt_of) -> ChunkWriter for a stream; make_answer(job, prompt_of, outputs) -> Struct
     """
     submission = submit_job(server, request, job)
+    http.scope[SUBMISSION] = submission
     try:
         async with Watch(http.receive, submission.leave) as watch:
             if not request.stream:
@@ -278,6 +280,7 @@ async def run_to_end(
 ) -> Response:
     """Answer a request that is not streamed from all its outputs; stop it when the client leaves."""
     submission = server.client.submit(messages, names=shared.names)
+    http.scope[SUBMISSION] = submission
     try:
         async with Watch(http.receive, submission.leave):
             outputs = await gather(submission)

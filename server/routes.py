@@ -16,7 +16,7 @@ from jaxserve.server.chat import chat
 from jaxserve.server.completions import complete
 from jaxserve.server.embedding_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.engine_client import EngineState
-from jaxserve.server.errors import ApiError, error_body, internal_error
+from jaxserve.server.errors import ApiError, error_body
 from jaxserve.server.generate import generate
 from jaxserve.server.generate_types import AbortRequestBody, FlushCacheRequest, GenerateRequest
 from jaxserve.server.generation import Server
@@ -113,7 +113,6 @@ def add_routes(app: FastAPI, server: Server) -> None:
             _add_file(app, path, _WEB / name, media_type)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_defect)
 
 
 def _add_post(app: FastAPI, server: Server, path: str, kind: type[msgspec.Struct], handler: Handler) -> None:
@@ -237,7 +236,3 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     response = error_response(fault, http.url.path)
     response.headers.update(error.headers or {})
     return response
-
-
-async def _on_defect(http: Request, error: Exception) -> Response:
-    return error_response(internal_error(), http.url.path)

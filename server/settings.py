@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 from jaxserve.server.reasoning import styles
 from jaxserve.server.tools import formats
 
+from jaxserve.logs import FORMATS
 from jaxserve.sampling_params import MAX_N
 
 TOOL_PARSERS = ("auto", *formats.FORMATS, *formats.ALIASES)
 REASONING_PARSERS = ("auto", "none", *styles.STYLES, *styles.ALIASES)
+_ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,8 @@ class ServerSettings:
 
     host, port            address to listen on; port 0: a free one, which is printed
     served_model_name     name of the model in the API; None: the engine's model argument
-    api_keys              keys of which clients must send one; empty: no key is asked for
+    api_keys              keys of which clients must send one; empty: no key is asked for. "sha256:" and a hexadecimal
+                          digest stand for the key that has it
     admin_api_key         key of control routes (/flush_cache, /server_info, abort_all); None: they are closed if there
                           are api_keys, and open if there are none
     tool_call_parser      how the model writes tool calls: "auto" (found in its chat template) or a name, see tools.md
@@ -29,6 +34,14 @@ class ServerSettings:
     max_n                 continuations of one prompt at most
     max_sequences         prompts x n of one HTTP request at most
     max_in_flight         prompts that may be queued or running at once; more are answered with 503
+    max_requests_per_minute, max_requests_at_once   of each key, or of each address if there are no keys; more are
+                          answered with 429; 0: no limit
+    allowed_hosts         host names that requests may be for; "*": any; empty: any, but loopback names alone if host is
+                          a loopback address and no key is needed
+    cors_origins          origins whose web pages may use the API, as in https://example.org; "*": all
+    ssl_certfile, ssl_keyfile   PEM files: serve HTTPS
+    log_format            text, or json: one JSON object a line, from the engine's process too
+    otlp_endpoint         OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; None: none
     max_stored_responses, max_stored_response_bytes   responses of /v1/responses that are kept; the oldest go first
     body_timeout_s        seconds a client may take to send its body
     write_timeout_s       seconds a client may leave its answer unread before it is dropped
@@ -56,6 +69,14 @@ class ServerSettings:
     max_n: int = MAX_N
     max_sequences: int = 1024
     max_in_flight: int = 4096
+    max_requests_per_minute: int = 0
+    max_requests_at_once: int = 0
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    log_format: str = "text"
+    otlp_endpoint: str | None = None
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 64 * 2**20
     body_timeout_s: float = 60.0
@@ -80,18 +101,41 @@ class ServerSettings:
             # A key travels in a header: other characters could never match what a client can send.
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError("api_keys: one is empty or has odd characters; allowed: visible ASCII, no blanks")
+            if key.startswith("sha256:") and not re.fullmatch("sha256:[0-9a-f]{64}", key):
+                raise ValueError(
+                    "api_keys: one is 'sha256:' without a digest; allowed: 64 hexadecimal digits behind it"
+                )
         if self.admin_api_key in self.api_keys:
             raise ValueError("admin_api_key: is one of api_keys; allowed: a key of its own")
         for name, allowed in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        self._check_network()
         self._check_integers()
         self._check_seconds()
+
+    def _check_network(self) -> None:
+        if self.log_format not in FORMATS:
+            raise ValueError(f"log_format: got {self.log_format!r}; allowed: {', '.join(FORMATS)}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile: ssl_certfile and ssl_keyfile belong together; got one of them")
+        for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
+            if path is not None and not Path(path).is_file():
+                raise ValueError(f"{name}: got {path!r}; allowed: a PEM file that exists")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins: got {origin!r}; allowed: '*', or SCHEME://HOST[:PORT] without a path")
+        for host in self.allowed_hosts:
+            if not host or "/" in host or ("*" in host and host != "*" and not host.startswith("*.")):
+                raise ValueError(f"allowed_hosts: got {host!r}; allowed: a host name, *.NAME or *")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint: got {self.otlp_endpoint!r}; allowed: a URL with http or https")
 
     def _check_integers(self) -> None:
         for name, low, high in (
             ("port", 0, 65535), ("max_body_bytes", 1024, 2**40), ("max_n", 1, MAX_N), ("max_sequences", 1, 2**20),
             ("max_in_flight", 1, 2**31), ("max_restarts", 0, 2**31), ("max_stored_responses", 0, 2**31),
+            ("max_requests_per_minute", 0, 2**31), ("max_requests_at_once", 0, 2**31),
             ("max_stored_response_bytes", 0, 2**40),
         ):  # fmt: skip
             value = getattr(self, name)

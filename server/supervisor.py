@@ -24,6 +24,7 @@ from jaxserve.server.settings import ServerSettings
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine_link import IPC_PREFIX, engine_command, make_private_folder, open_socket
+from jaxserve.logs import FORMAT_VARIABLE
 from jaxserve.messages import ModelInfo, Shutdown, encode
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,9 @@ class Supervisor(Generic[Loaded]):
         address = f"{IPC_PREFIX}{path}"
         self._client.attach(open_socket(context, address, bind=True))
         try:
-            process = await asyncio.create_subprocess_exec(*self._command(address))
+            process = await asyncio.create_subprocess_exec(
+                *self._command(address), env={**os.environ, FORMAT_VARIABLE: self._settings.log_format}
+            )
         except OSError as error:
             self._lose()
             return f"the engine's process could not be started: {error.strerror}"

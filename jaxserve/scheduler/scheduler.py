@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import time
 
 from jaxserve.cache.prefix_cache import PrefixCache
 from jaxserve.config import POLICIES
@@ -465,6 +466,7 @@ class Scheduler:
         if sequence.was_admitted:
             return
         sequence.was_admitted = True
+        sequence.request.admitted = time.monotonic()
         parent = sequence.request.parent
         # n continuations have one prompt: all of them report what the first found, and it is counted once.
         sequence.request.num_cached_tokens = num_cached if parent is None else parent.num_cached_tokens

@@ -183,7 +183,7 @@ def server_process(settings: dict[str, Any], **config: Any) -> Iterator[tuple[su
         assert process.stderr is not None
         url = ""
         for line in process.stderr:
-            if " on http://" in line:
+            if " on http" in line:
                 url = line.split(" on ")[1].split()[0]
                 break
         with Live(url or "http://127.0.0.1:9").http as http:
