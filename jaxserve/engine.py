@@ -43,7 +43,7 @@ from jaxserve.messages import (
 )
 from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import InvalidParameter
-from jaxserve.scheduler.decision import Runner, StepDecision
+from jaxserve.scheduler.decision import RankedDecision, Runner, StepDecision
 from jaxserve.scheduler.dp_balance import make_scheduler
 from jaxserve.trace import StepTrace
 
