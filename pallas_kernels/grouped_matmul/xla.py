@@ -61,9 +61,19 @@ def _product(x: jax.Array, w: jax.Array | QuantizedWeight, group: jax.Array) -> 
         one = QuantizedWeight(lax.dynamic_index_in_dim(w.codes, group, keepdims=False), w.kind, w.shape)
         matrix = dequantize(one).astype(jnp.bfloat16)
     else:
-        matrix = lax.dynamic_index_in_dim(w, group, keepdims=False)
+        matrix = _take(w, group)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
     return dot(x.astype(matrix.dtype), matrix, preferred_element_type=jnp.float32)
+
+
+def _take(w: jax.Array, group: jax.Array) -> jax.Array:
+    """w[group]. XLA:CPU has no slice of bfloat16 and would widen (or, as bits, copy) the whole stack in front of the
+    loop: the barrier ties the conversion to one step of it, where it becomes part of the slice."""
+    if w.dtype != jnp.bfloat16:
+        return lax.dynamic_index_in_dim(w, group, keepdims=False)
+    w, group = lax.optimization_barrier((w, group))
+    bits = lax.dynamic_index_in_dim(lax.bitcast_convert_type(w, jnp.uint16), group, keepdims=False)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _block_rows(num_rows: int, num_groups: int) -> int:

@@ -74,6 +74,13 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
         assert out[before].tobytes() == alone[0].tobytes(), (before, group, after)
 
 
+def test_the_stack_is_not_copied() -> None:
+    """XLA:CPU likes to widen bfloat16 stacks in front of the loop that takes one matrix at a time."""
+    arguments = [jax.ShapeDtypeStruct((8, 256), "float32"), jax.ShapeDtypeStruct((16, 256, 256), "bfloat16")]
+    compiled = COMPILED["xla"].lower(*arguments, jax.ShapeDtypeStruct((16,), "int32")).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 256 * 2
+
+
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
 def test_quantised_experts(backend: str) -> None:
     x, w, sizes = make([3, 0, 7], 2, (24, 64), "float32")
