@@ -1,6 +1,7 @@
 """A JSON schema as its compiler should see it: without keywords that say nothing where they stand. No jax.
 
-Every change keeps the set of accepted values. What remains unsupported is for the compiler to refuse, by name.
+Every change keeps the set of accepted values, but for one: fractions of a second end after nine digits, as a model
+may otherwise write digits for ever. What remains unsupported is for the compiler to refuse, by name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _SIZES = ("maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength",
           "minProperties")  # fmt: skip
+_LONGEST = {"date-time": 35, "time": 24}  # characters with nine digits of a fraction and an offset
 _OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")
 _NOTHING: dict[str, Any] = {}
 
@@ -33,6 +35,9 @@ def _simplified(schema: Any, *, is_old: bool) -> Any:
         # Up to draft 7 everything beside a reference is left out of account, but it may be referred to itself.
         schema = {key: value for key, value in schema.items() if key in ("$ref", "$schema", "$defs", "definitions")}
     result = {key: value for key, value in schema.items() if not _is_idle(key, value, schema)}
+    longest = _LONGEST.get(result["format"]) if isinstance(result.get("format"), str) else None
+    if longest is not None:
+        result.setdefault("maxLength", longest)
     for key, value in result.items():
         if key in _SIZES and isinstance(value, float) and value.is_integer():
             result[key] = int(value)

@@ -1,6 +1,7 @@
 """An engine process without a model: speaks jaxserve.messages over the socket and writes the toy model's text.
 
-Words in a prompt make it misbehave: CRASH-NOW, FAIL-NOW, HANG-NOW, BREAK-THIS.
+Words in a prompt make it misbehave: CRASH-NOW, FAIL-NOW, HANG-NOW, BREAK-THIS. WRITE[text]WRITE makes it write that
+text. Grammars are left out of account.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class FakeEngine:
         params = message.params
         for index in range(params.n):
             key = f"{text}|{'greedy' if params.is_greedy else (params.seed, index)}"
+            if "WRITE[" in text:
+                key = text[text.rindex("WRITE[") : text.rindex("]WRITE")]
             stream = self.detokenizer.stream(
                 message.prompt,
                 stop=params.stop,
@@ -204,6 +207,10 @@ class FakeEngine:
         if params.logit_bias and max(params.logit_bias.values()) >= 100:
             while True:
                 yield max(params.logit_bias, key=params.logit_bias.__getitem__)
+        if key.startswith("WRITE["):
+            yield from self.tokenizer.encode(key.removeprefix("WRITE["), add_special_tokens=False)
+            while True:
+                yield self.eos
         for word in toy_words(key):
             if word is None:
                 yield self.eos

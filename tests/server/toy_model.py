@@ -17,7 +17,10 @@ WORDS = (
     " lamps", ".", "\n", " (", "naïve", ")", " rain", " žluťoučký", "  two", " spaces", " 👩‍👩‍👧", " end",
 )  # fmt: skip
 
-TEMPLATE = """{%- for message in messages -%}
+TEMPLATE = """{%- if tools -%}
+<|im_start|>tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
 {%- if message.role == 'system' and not loop.first -%}
 {{ raise_exception('a system message must come first') }}
 {%- endif -%}
