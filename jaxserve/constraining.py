@@ -132,11 +132,13 @@ class GrammarStage:
                 continue
             if constraint.forced >= 0:
                 forced[index] = constraint.forced
-                self.num_forced_tokens += 1
+                num_taken = 1
                 if self._may_jump and _may_jump(request):
                     tokens = constraint.take_forced(request.max_total_tokens - request.num_tokens)
-                    self.num_jumped_tokens += len(tokens) - 1
+                    num_taken = len(tokens)
                     jumps.append((work.request_id, tokens))
+                self.num_forced_tokens += num_taken
+                self.num_jumped_tokens += num_taken - 1
             elif constraint.must_go_on:
                 going_on.append(index)
             elif constraint.limits_next is not None:

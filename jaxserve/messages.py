@@ -162,6 +162,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_finished: dict[str, int] = {}  # by finish reason
     num_compiles_after_warmup: int = 0
+    num_forced_tokens: int = 0  # of the output tokens, those that a grammar left no choice of
+    num_jumped_tokens: int = 0  # of those, tokens computed without a step of their own
+    num_grammars_cached: int = 0  # compiled grammars that are kept
     step_seconds: float = 0.0  # sum over steps of the time between dispatch and collect
     host_seconds: float = 0.0  # sum of host time between two dispatches not spent waiting for the device
     num_reads_without_queue: int = 0  # collects for which no later step was already dispatched

@@ -35,6 +35,8 @@ _COUNTERS = (
     ("jaxserve_step_seconds", "Time between dispatch and read, summed over steps.", "step_seconds"),
     ("jaxserve_host_seconds", "Host time between two dispatches not spent waiting.", "host_seconds"),
     ("jaxserve_reads_without_queue", "Reads at which no later step was in flight.", "num_reads_without_queue"),
+    ("jaxserve_grammar_forced", "Output tokens that a grammar left no choice of.", "num_forced_tokens"),
+    ("jaxserve_grammar_jumped", "Forced tokens computed without a step of their own.", "num_jumped_tokens"),
     ("jaxserve_compiles_after_warmup", "Programs compiled late; 0 is right.", "num_compiles_after_warmup"),
 )  # fmt: skip
 _COUNTED = sorted({field for _, _, field in _COUNTERS})
@@ -189,6 +191,7 @@ class EngineMetrics:
             ("vllm:num_requests_waiting", "Requests waiting to run.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of cache pages that running requests hold, 0 to 1.",
              stats.num_pages_held / max(stats.num_pages, 1)),
+            ("jaxserve_grammars_cached", "Compiled grammars that are kept.", stats.num_grammars_cached),
             ("jaxserve_engine_up", "1 while the engine answers, 0 while it starts or is down.", int(is_up)),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(name, text, labels=labels)

@@ -135,8 +135,10 @@ async def plan_answer(
             begins_after=style.answer_mark,
             max_free_tokens=budget,
             forced_end=style.forced_end,
+            only_behind="" if reasons else style.start,
         )
-    parser, control = _parser(loaded, use, state)
+    # A text that is held in its reasoning is reasoning from its first word on.
+    parser, control = _parser(loaded, use, True if reasons else state)
     return AnswerPlan(
         grammar=grammar,
         make_parser=parser,

@@ -15,13 +15,15 @@ class Gate:
     """Free text up to a marker (the end of a model's reasoning), with a budget.
 
     marker       bytes behind which the grammar begins
+    start        a text that does not begin with this (white space aside) has no such part at all
     end_ids      tokens that lead to it, forced when the budget (of tokens) is used up
     """
 
-    def __init__(self, marker: bytes, end_ids: list[int], budget: int | None) -> None:
+    def __init__(self, marker: bytes, end_ids: list[int], budget: int | None, start: bytes = b"") -> None:
         self._marker = marker
         self._end_ids = end_ids
         self._budget = budget
+        self._start = start  # empty once it has been seen
         self._tail = b""
         self._num_tokens = 0
 
@@ -29,6 +31,14 @@ class Gate:
         """One more token of text. None while the gate is closed, else the bytes behind the marker."""
         self._num_tokens += 1
         text = self._tail + word
+        if self._start:
+            seen = text.lstrip()
+            if self._start.startswith(seen):
+                self._tail = text
+                return None
+            if not seen.startswith(self._start):
+                return text
+            self._start = b""
         at = text.find(self._marker)
         if at >= 0:
             return text[at + len(self._marker) :]
@@ -38,7 +48,8 @@ class Gate:
     @property
     def forced(self) -> list[int]:
         """What leads to the marker, once the budget is used up."""
-        return self._end_ids if self._budget is not None and self._num_tokens >= self._budget else []
+        is_over = self._budget is not None and self._num_tokens >= self._budget and not self._start
+        return self._end_ids if is_over else []
 
 
 class Constraint:
@@ -189,7 +200,7 @@ def make_gate(grammar: Grammar, vocabulary: llguidance.LLTokenizer) -> Gate | No
     if not grammar.begins_after:
         return None
     ids = vocabulary.tokenize_str(grammar.forced_end or grammar.begins_after, parse_special=True)
-    return Gate(grammar.begins_after.encode(), ids, grammar.max_free_tokens)
+    return Gate(grammar.begins_after.encode(), ids, grammar.max_free_tokens, grammar.only_behind.encode())
 
 
 def fill_masks(executor: llguidance.LLExecutor, matchers: list[llguidance.LLMatcher], num_words: int) -> np.ndarray:

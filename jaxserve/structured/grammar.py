@@ -34,6 +34,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     begins_after  the grammar begins behind this text; what comes before is free (a model's reasoning). "": at once
     max_free_tokens   tokens at most before `forced_end` is written for the model; None: no limit
     forced_end    text that ends with, or holds, `begins_after`; "": that text alone
+    only_behind   for a grammar that allows everything: the limit holds only for a text that begins with this
     """
 
     text: str
@@ -41,6 +42,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     begins_after: str = ""
     max_free_tokens: int | None = None
     forced_end: str = ""
+    only_behind: str = ""
 
     @classmethod
     def json_schema(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import signal
@@ -10,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI
 
 START_S = 240
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def server(smollm2: str) -> Iterator[tuple[str, subprocess.Popen]]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "jaxserve.cli", "serve", smollm2, "--port", str(port)]
     command += ["--served-model-name", "smollm2", "--max-num-rows", "4", "--max-step-tokens", "32"]
-    command += ["--max-model-len", "512"]
+    command += ["--max-model-len", "512", "--reasoning-parser", "qwen3"]
     process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
     url = f"http://127.0.0.1:{port}"
     try:
@@ -94,6 +99,46 @@ def test_bad_requests_name_the_field_and_the_engine_goes_on(client: OpenAI) -> N
     with pytest.raises(BadRequestError, match="512"):
         client.completions.create(model="smollm2", prompt=[5] * 600)
     assert client.chat.completions.create(**CHAT).choices[0].message.content
+
+
+def test_answers_keep_to_their_form(server: tuple[str, subprocess.Popen], client: OpenAI) -> None:
+    properties = {"city": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "maximum": 99}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "count"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3, "n": 3}):
+        answer = client.chat.completions.create(**{**CHAT, "max_tokens": 60, "response_format": form, **options})
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content), schema)
+    # Forced tokens are computed without steps of their own, and characters of several tokens stay whole.
+    word = "🙂 žluťoučký 漢字"
+    form = {"structured_outputs": {"choice": [word]}}
+    chunks = list(client.chat.completions.create(**CHAT, stream=True, extra_body=form))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == word
+    metrics = httpx.get(f"{server[0]}/metrics").text
+    assert "jaxserve_grammar_jumped_total" in metrics
+    # A form comes after the reasoning, which ends when its budget does.
+    form = {"thinking_token_budget": 8, "structured_outputs": {"regex": "[0-9]{3}"}}
+    answer = client.chat.completions.create(**{**CHAT, "max_tokens": 60}, extra_body=form)
+    message = answer.choices[0].message
+    assert message.reasoning_content
+    assert re.fullmatch("[0-9]{3}", message.content)
+
+
+@pytest.mark.parametrize("name", ["openai_structured", "openai_tools"])
+def test_examples_run(server: tuple[str, subprocess.Popen], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(example)
+    example.loader.exec_module(module)
+    module.main(server[0])
+    told = capsys.readouterr().out
+    if name == "openai_tools":
+        assert told.startswith("tool_calls: get_weather({")
+        assert told.splitlines()[-1].startswith("get_weather|{")
+    else:
+        assert "Character(name=" in told
+        assert re.search(r"^choice: (warrior|wizard|ranger)$", told, re.MULTILINE)
+        assert re.search(r"^grammar: roll [1-6]( and [1-6])?$", told, re.MULTILINE)
 
 
 def test_nothing_was_compiled_after_warm_up_and_sigterm_ends_cleanly(

@@ -125,6 +125,13 @@ def test_reasoning_before_a_grammar_is_free_but_bounded() -> None:
     assert "</think>" in text_of(silent)
 
 
+def test_a_budget_leaves_a_text_alone_that_does_not_reason() -> None:
+    grammar = Grammar("", begins_after="</think>", max_free_tokens=9, only_behind="<think>")
+    assert text_of(run(make_engine(alphabet), under(grammar, max_tokens=20))) == "abcdefghijklmnopqrst"
+    thinking = run(make_engine(scripted({1: b"\n<think>abcdefg"})), under(grammar, seed=1, max_tokens=30))
+    assert text_of(thinking).startswith("\n<think>a</think>")
+
+
 def test_a_budget_alone_needs_no_grammar() -> None:
     grammar = Grammar("", begins_after="</think>", max_free_tokens=4)
     outputs = run(make_engine(alphabet), under(grammar, max_tokens=20))
