@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import jaxserve
+from jaxserve import cli_plan
 from jaxserve.bench.command import bench_app
 from jaxserve.cli_fleet import RoutingOptions, run_router_command, serve_replicas
 from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of, with_server_options
@@ -28,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(bench_app, name="bench")
+cli_plan.register(app, with_options_of)
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A name (see: jaxserve pull --list), a Hugging Face id, a folder or a GGUF file.")

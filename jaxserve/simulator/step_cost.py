@@ -104,8 +104,8 @@ class RooflineCost:
 
     shape: ModelShape
     device: Device
-    parallel: Parallel = Parallel()
-    host: HostCost = HostCost()
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    host: HostCost = dataclasses.field(default_factory=HostCost)
 
     def seconds(self, load: StepLoad) -> float:
         return self.host.combined(sum(self.parts(load).values()), load.num_rows)

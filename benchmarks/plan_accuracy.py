@@ -1,0 +1,173 @@
+"""Is the simulator right? The same requests to the real engine and to the simulated one, five workloads.
+
+    python benchmarks/plan_accuracy.py [--model smollm2-135m] [--rounds 3] [--json FILE]
+
+The engine runs in this process on wall-clock time, the simulator on costs measured by the same process right before
+and right after (jaxserve/bench/calibrate.py, on other requests than those that are predicted): a shared machine changes
+its speed from minute to minute. Throughput and mean time to first token are compared; the figure is the median over
+rounds of predicted / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.bench.calibrate import StepTimer, fit, time_steps
+from jaxserve.bench.report import describe_machine
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.engine_process import build_engine
+from jaxserve.messages import AddRequest
+from jaxserve.routing.policy import make_policy
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.simulator import workloads
+from jaxserve.simulator.fleet import FleetOptions, FleetSimulator
+from jaxserve.simulator.workloads import Conversation, Lengths
+
+INF = float("inf")
+
+
+def lengths(low: int, high: int) -> Lengths:
+    return Lengths(low=low, high=high)
+
+
+# name -> (maker of conversations, clients of a closed loop or 0)
+WORKLOADS: dict[str, tuple[Callable[[int], Iterable[Conversation]], int]] = {
+    "decode": (lambda s: workloads.unique(32, lengths(16, 64), lengths(40, 80), rate=INF, seed=s), 16),
+    "prefill": (lambda s: workloads.unique(24, lengths(200, 700), lengths(4, 8), rate=INF, seed=s), 4),
+    "mixed, at a rate": (lambda s: workloads.unique(30, lengths(32, 256), lengths(8, 48), rate=1.5, seed=s), 0),
+    "shared prefix": (
+        lambda s: workloads.shared_prefix(
+            40, 5, lengths(400, 400), lengths(16, 64), lengths(8, 32), rate=INF, seed=s
+        ),
+        8,
+    ),
+    "multi-turn": (
+        lambda s: workloads.multi_turn(
+            10, lengths(2, 4), lengths(20, 80), lengths(10, 40), rate=2.0, system_tokens=128, pause_s=0.5, seed=s
+        ),
+        0,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Measured:
+    seconds: float
+    num_tokens: int
+    num_cached: int
+    num_prompt: int
+    ttft: list[float]
+
+    @property
+    def rate(self) -> float:
+        return (self.num_prompt + self.num_tokens) / self.seconds
+
+
+def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int) -> Measured:
+    """Conversations on wall-clock time, as FleetSimulator runs them on virtual time."""
+    vocab = engine.model.vocab_size
+    waiting: list[tuple[float, int, Conversation, int, list[int]]] = []
+    for number, conversation in enumerate(conversations):
+        heapq.heappush(waiting, (conversation.start, number, conversation, 0, []))
+    live: dict[str, tuple[float, Conversation, int, list[int], list[int]]] = {}
+    before = engine.stats()
+    found = Measured(0.0, 0, 0, 0, [])
+    begin = time.perf_counter()
+    tie = len(waiting)
+    while waiting or live:
+        now = time.perf_counter() - begin
+        while waiting and waiting[0][0] <= now and not (clients and len(live) >= clients):
+            due, _, conversation, turn, history = heapq.heappop(waiting)
+            parts = [part.tokens() for part in conversation.turns[turn].new]
+            prompt = history + (np.concatenate(parts) % (vocab - 1000) + 1000).tolist()
+            num_output = conversation.turns[turn].num_output
+            name = f"{time.perf_counter_ns()}"
+            params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+            engine.handle(AddRequest(request_id=name, prompt=prompt, params=params))
+            live[name] = (now if clients else due, conversation, turn, prompt, [])
+        if not engine.has_work:
+            time.sleep(min(max(waiting[0][0] - now, 0.0), 0.005))
+            continue
+        for output in engine.step():
+            start, conversation, turn, prompt, answer = live[output.request_id]
+            now = time.perf_counter() - begin
+            if not answer:
+                found.ttft.append(now - start)
+            answer.extend(output.token_ids)
+            if output.finish_reason is None:
+                continue
+            assert output.finish_reason == "length", output
+            del live[output.request_id]
+            found.num_tokens += len(answer)
+            if turn + 1 < len(conversation.turns):
+                tie += 1
+                due = now + conversation.turns[turn + 1].pause
+                heapq.heappush(waiting, (due, tie, conversation, turn + 1, prompt + answer))
+    found.seconds = time.perf_counter() - begin
+    after = engine.stats()
+    found.num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
+    found.num_cached = after.num_cached_tokens - before.num_cached_tokens
+    engine.flush_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    engine = build_engine(EngineConfig(model=options.model, max_model_len=2048, kv_cache_bytes=300 * 2**20))
+    timer = StepTimer(engine)
+    buckets = timer._runner.shapes.token_buckets
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in WORKLOADS}
+    rows = []
+    seed = 0
+    steps = time_steps(engine, timer, rounds=1, seed=seed)
+    for round_number in range(options.rounds):
+        for name, (make, clients) in WORKLOADS.items():
+            seed += 1
+            engine.flush_cache()
+            timer.steps.clear()
+            real = run_real(engine, make(seed), clients)
+            later = time_steps(engine, timer, rounds=1, seed=seed)
+            engine.flush_cache()
+            cost = fit(steps + later, buckets)
+            steps = later
+            fleet = FleetSimulator(
+                FleetOptions(num_replicas=1, geometry=engine.scheduler.geometry, cost=cost, max_in_flight=clients),
+                make_policy("round_robin"),
+            )
+            said = fleet.run(make(seed))
+            rate, ttft = said.total_rate / real.rate, said.ttft.mean / statistics.mean(real.ttft)
+            ratios[name].append((rate, ttft))
+            hits = real.num_cached / max(real.num_prompt, 1)
+            rows.append({"round": round_number, "workload": name, "rate": rate, "ttft": ttft})
+            print(
+                f"{round_number} {name}: total tok/s {said.total_rate:.0f} said, {real.rate:.0f} measured "
+                f"({rate:.2f}); mean TTFT {said.ttft.mean:.3f} said, {statistics.mean(real.ttft):.3f} s measured "
+                f"({ttft:.2f}); hits {said.hit_rate:.3f} said, {hits:.3f} measured",
+                flush=True,
+            )
+    print("median of predicted / measured over rounds:")
+    for name, values in ratios.items():
+        rate, ttft = (statistics.median(column) for column in zip(*values))
+        verdict = "within 15 %" if abs(rate - 1) <= 0.15 and abs(ttft - 1) <= 0.15 else "NOT within 15 %"
+        print(f"  {name}: throughput {rate:.2f}, mean TTFT {ttft:.2f}: {verdict}")
+    engine.close()
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Step costs of a real engine on this machine, for the simulator: `jaxserve plan MODEL --calibrate FILE`.
+
+Seeded requests of many sizes are served by the engine in this process while every step is timed; the costs are the
+medians over steps of each bucket, and a fit of what depends on context. What is timed is the engine as it runs: two
+steps under way, text made, host work included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.report import describe_machine
+from jaxserve.bench.workloads import TokenSource
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.messages import AddRequest
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.simulator.step_cost import MeasuredCost, StepLoad, load_of
+
+_MIN_STEPS = 3  # of a bucket, for it to count
+_SHAPES = (  # (rows at once, prompt tokens, output tokens): decodes of many widths, prefills alone and beside them
+    (1, 24, 40), (1, 300, 12), (2, 60, 30), (4, 120, 30), (8, 40, 40), (8, 500, 16), (16, 60, 40), (24, 30, 30),
+    (32, 40, 30), (4, 1000, 8), (12, 250, 24), (3, 7, 24), (6, 90, 20),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimedStep:
+    """seconds: from the end of the step before to the end of this one, the host's reading of tokens."""
+
+    load: StepLoad
+    seconds: float
+
+
+class StepTimer:
+    """Stands between an engine and its runner and notes what each step took."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner: Any = engine._runner
+        engine._runner = self
+        self.steps: list[TimedStep] = []
+        self._loads: list[tuple[StepLoad, float]] = []
+        self._last_end = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def dispatch(self, decision: Any) -> Any:
+        start = time.perf_counter()
+        handle = self._runner.dispatch(decision)
+        self._loads.append((load_of(decision), start))
+        return handle
+
+    def collect(self, handle: Any) -> Any:
+        result = self._runner.collect(handle)
+        end = time.perf_counter()
+        load, start = self._loads.pop(0)
+        # A step begins when it is dispatched or when the one before it ends, whichever is later.
+        self.steps.append(TimedStep(load, end - max(start, self._last_end)))
+        self._last_end = end
+        return result
+
+
+def run_requests(engine: Engine, requests: Sequence[tuple[Sequence[int], int]]) -> None:
+    """Serve (prompt, output tokens) all at once, to the end."""
+    for number, (prompt, num_output) in enumerate(requests):
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        engine.handle(AddRequest(request_id=f"{time.perf_counter_ns()}-{number}", prompt=list(prompt), params=params))
+    while engine.has_work:
+        engine.step()
+
+
+def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int = 0) -> list[TimedStep]:
+    """Serve every shape `rounds` times; their steps."""
+    geometry = engine.scheduler.geometry
+    source = TokenSource((1 << 30, seed), engine.model.vocab_size)
+    timer.steps.clear()
+    for _ in range(rounds):
+        for rows, num_prompt, num_output in _SHAPES:
+            rows = min(rows, geometry.max_num_rows)
+            if num_prompt + num_output < geometry.max_model_len:
+                # Outputs of different lengths: the number of rows falls one by one.
+                requests = [(source.ids(num_prompt), num_output + 2 * row) for row in range(rows)]
+                run_requests(engine, requests)
+    return list(timer.steps)
+
+
+def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -> MeasuredCost:
+    """The cost model that fits timed steps: one number per bucket, and slopes for context, pairs and rows.
+
+    Slopes come from least squares over all steps, bounded below by 0; the number of a bucket is then the median of
+    what is left of its steps, so that a few disturbed steps do no harm. Buckets without steps lie between their
+    neighbours. Raises ValueError if there are hardly any steps.
+    """
+    if len(steps) < 20:
+        raise ValueError(f"steps: got {len(steps)}; allowed: 20 or more")
+    index = np.searchsorted(np.asarray(buckets), [step.load.num_tokens for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    features = np.array([[step.load.context, step.load.pairs, step.load.num_rows] for step in steps], float)
+    slopes = _slopes(index, seconds, features)
+    rest = seconds - features @ slopes
+    known = {b: statistics.median(rest[index == b]) for b in set(index.tolist()) if (index == b).sum() >= _MIN_STEPS}
+    places = sorted(known)
+    values = np.maximum.accumulate([max(known[place], 1e-6) for place in places])
+    bases = np.interp([float(size) for size in buckets], [float(buckets[place]) for place in places], values)
+    if places[-1] < len(buckets) - 1:
+        # Beyond the largest step seen: in proportion to its size.
+        top = places[-1]
+        bases[top:] = [bases[top] * size / buckets[top] for size in buckets[top:]]
+    return MeasuredCost(
+        buckets=tuple(buckets),
+        bucket_seconds=tuple(float(value) for value in bases),
+        context=float(slopes[0]),
+        pair=float(slopes[1]),
+        row=float(slopes[2]),
+        machine=machine,
+    )
+
+
+def _slopes(index: np.ndarray, seconds: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Least squares with one intercept per bucket, steps weighted by 1 / time, slopes not negative."""
+    weight = 1.0 / np.maximum(seconds, 1e-6)
+    # Disturbed steps are left out: those far above the median of their bucket.
+    median = {b: np.median(seconds[index == b]) for b in set(index.tolist())}
+    kept = np.array([seconds[i] < 2.0 * median[b] for i, b in enumerate(index.tolist())])
+    slopes = np.zeros(features.shape[1])
+    active = list(range(features.shape[1]))
+    one_hot = (index[:, None] == np.unique(index)[None, :]).astype(float)
+    while active:
+        matrix = np.hstack((features[:, active], one_hot))[kept] * weight[kept, None]
+        solution = np.linalg.lstsq(matrix, seconds[kept] * weight[kept], rcond=None)[0][: len(active)]
+        if (solution >= 0).all():
+            slopes[active] = solution
+            break
+        active = [place for place, value in zip(active, solution) if value > 0]
+    return slopes
+
+
+def calibrate(config: EngineConfig) -> MeasuredCost:
+    """Load the model, time it, fit."""
+    from jaxserve.engine_process import build_engine
+
+    engine = build_engine(config)
+    try:
+        return calibrate_engine(engine)
+    finally:
+        engine.close()
+
+
+def calibrate_engine(engine: Engine, *, rounds: int = 2, seed: int = 0) -> MeasuredCost:
+    """Time and fit an engine that is idle."""
+    timer = StepTimer(engine)
+    try:
+        steps = time_steps(engine, timer, rounds=rounds, seed=seed)
+    finally:
+        engine._runner = timer._runner
+    machine = describe_machine()
+    when = datetime.date.today().isoformat()
+    name = f"{engine.model.name}, {engine.model.dtype}, {machine['processor']}, {when}"
+    return fit(steps, engine._runner.shapes.token_buckets, name)
+
+
+def calibrate_to_file(model: str, path: Path) -> None:
+    """`jaxserve plan MODEL --calibrate FILE`."""
+    cost = calibrate(EngineConfig(model=model))
+    path.write_text(json.dumps(dataclasses.asdict(cost), indent=1) + "\n")
+    print(f"{path}: {cost.machine}; a step of one token {1e3 * cost.bucket_seconds[0]:.1f} ms", file=sys.stderr)
