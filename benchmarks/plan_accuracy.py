@@ -129,7 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     engine = build_engine(EngineConfig(model=options.model, max_model_len=2048, kv_cache_bytes=300 * 2**20))
     timer = StepTimer(engine)
-    buckets = timer._runner.shapes.token_buckets
+    buckets = timer.runner.shapes.token_buckets
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in WORKLOADS}
     rows = []
     seed = 0

@@ -87,6 +87,8 @@ def serve_replicas(
         host=host,
         port=port,
         policy=policy,
+        prefix_source="events" if config.kv_events and policy == "cache_aware" else "guess",
+        tokenizer=config.model if config.kv_events else None,
         api_keys=tuple(api_keys),
         worker_key=api_keys[0] if api_keys else None,
         admin_key=os.environ.get("JAXSERVE_ADMIN_KEY") or None,

@@ -34,6 +34,7 @@ ENGINE_HELP = {
     "matmul_backend": f"One of {', '.join(MATMUL_BACKENDS)}.",
     "seed": "Seed of requests that bring none.",
     "max_waiting": "Requests in the queue before new ones are refused; 0: no limit.",
+    "kv_events": "Tell routers which prefixes are cached.",
     "warmup": "Compile and run every program before the first request.",
     "compile_cache_dir": "Folder of compiled programs. Default: in the cache folder.",
     "expert_dispatch": f"How tokens reach experts on other devices: {', '.join(EXPERT_DISPATCHES)}.",

@@ -189,8 +189,8 @@ def describe(outcome: Outcome) -> str:
     return (
         f"{outcome.candidate.label}: {f['total_tok_per_s']:,.0f} total tok/s, {f['output_tok_per_s']:,.0f} output "
         f"tok/s ({outcome.rate_per_device:,.0f} per device, {outcome.rate_per_user:.1f} per user), hits "
-        f"{f['hit_rate']:.1%}, TTFT mean {f['ttft_mean']:.3f} p99 {f['ttft_p99']:.3f} s, ITL p50 {1e3 * f['itl_p50']:.1f} p99 "
-        f"{1e3 * f['itl_p99']:.1f} ms, KV use {f['kv_use']:.0%}, busiest {f['imbalance']:.2f} x mean, "
+        f"{f['hit_rate']:.1%}, TTFT mean {f['ttft_mean']:.3f} p99 {f['ttft_p99']:.3f} s, "
+        f"ITL p50 {1e3 * f['itl_p50']:.1f} p99 {1e3 * f['itl_p99']:.1f} ms, KV use {f['kv_use']:.0%}, busiest {f['imbalance']:.2f} x mean, "
         f"{outcome.price_per_million:.2f} per million{refused}"
     )
 

@@ -38,6 +38,7 @@ class EngineConfig:
     deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs
     seed               for requests without a seed of their own
     max_waiting        requests in the queue before new ones are refused; 0: no limit
+    kv_events          tell routers which prefixes are cached (GET /kv_events)
     warmup             compile and run every program before serving
     mesh               devices along each axis, "data=4,tensor=2"; "": one device, or what dp, tp and ep say
     dp, tp, ep         the same axes one by one: data, tensor, expert; ep 0: not named (see mesh_shape). Rows, pages
@@ -65,6 +66,7 @@ class EngineConfig:
     matmul_backend: str = "auto"
     seed: int = 0
     max_waiting: int = 0
+    kv_events: bool = False
     warmup: bool = True
     compile_cache_dir: str | None = None
     mesh: str = ""

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.admission import Limits, RequestMaker
+from jaxserve.cache.page_events import PageEvents
 from jaxserve.config import EngineConfig
 from jaxserve.constraining import Compiled, GrammarStage
 from jaxserve.continuation import Continuation, Deadlines, Group
@@ -88,6 +89,10 @@ class Engine:
             deterministic=config.deterministic,
         )
         geometry = runner.geometry
+        self.page_events: PageEvents | None = None
+        if config.kv_events:
+            ranks = getattr(self.scheduler, "ranks", (self.scheduler,))
+            self.page_events = PageEvents.watching([rank.cache.tree for rank in ranks], geometry.num_pages)
         self._limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=min(model.max_model_len, geometry.max_model_len),

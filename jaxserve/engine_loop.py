@@ -13,6 +13,7 @@ from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine, EngineCrash
 from jaxserve.messages import (
     FINISH_ERROR,
+    CacheEvents,
     EngineFailed,
     EngineReady,
     FromEngine,
@@ -56,6 +57,7 @@ class EngineLoop:
                 outputs = engine.step()
                 if outputs:
                     self._send(OutputBatch(outputs))
+                self._tell_pages()
                 self._beat()
         except EngineCrash as crash:
             self._send(EngineFailed(str(crash)))
@@ -69,6 +71,12 @@ class EngineLoop:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
+
+    def _tell_pages(self) -> None:
+        if self._engine.page_events is not None:
+            stored, evicted = self._engine.page_events.take()
+            if stored or evicted:
+                self._send(CacheEvents(stored, evicted))
 
     def _apply_stop(self) -> None:
         if self._drain_s is not None:

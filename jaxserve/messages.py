@@ -1,7 +1,8 @@
 """Typed messages between a front end (HTTP server, LLM) and the engine. msgspec msgpack, never pickle. No jax.
 
 Front end -> engine: AddRequest, AddEmbedding, AbortRequest, FlushCache, ReleaseKept, Shutdown.
-Engine -> front end: EngineReady (once, when warm), OutputBatch (one per step), Heartbeat, EngineFailed.
+Engine -> front end: EngineReady (once, when warm), OutputBatch (one per step), Heartbeat, EngineFailed,
+CacheEvents (config.kv_events).
 """
 
 from __future__ import annotations
@@ -180,6 +181,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class CacheEvents(msgspec.Struct, frozen=True, tag=True):
+    """Cached prefixes that came and went since the last one, as hashes (cache/page_hashes.py); config.kv_events."""
+
+    stored: list[int]
+    evicted: list[int]
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end must know to check requests before sending them.
 
@@ -218,7 +226,7 @@ def num_outputs(message: AddRequest | AddEmbedding) -> int:
 
 
 ToEngine = AddRequest | AddEmbedding | AbortRequest | FlushCache | ReleaseKept | Shutdown
-FromEngine = EngineReady | OutputBatch | Heartbeat | EngineFailed
+FromEngine = EngineReady | OutputBatch | Heartbeat | EngineFailed | CacheEvents
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

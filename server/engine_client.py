@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
+from jaxserve.server.cached_pages import CachedPages
 from jaxserve.server.errors import ApiError, unavailable
 
 from jaxserve.messages import (
@@ -24,6 +25,7 @@ from jaxserve.messages import (
     AbortRequest,
     AddEmbedding,
     AddRequest,
+    CacheEvents,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -217,6 +219,7 @@ class EngineClient:
 
     def __init__(self, metrics: EngineMetrics, *, max_in_flight: int) -> None:
         self.metrics = metrics
+        self.cached_pages = CachedPages()
         self.state = EngineState.STARTING
         self.model: ModelInfo | None = None
         self.last_heartbeat = time.monotonic()
@@ -274,6 +277,7 @@ class EngineClient:
             self._link.close()
             self._link = None
         self.fail_all(error)
+        self.cached_pages.clear()
         self._stats = None
         if self.state is not EngineState.STOPPING:
             self.metrics.engine_lost()
@@ -375,6 +379,8 @@ class EngineClient:
             self.last_heartbeat = time.monotonic()
             self._stats = message.stats
             self.metrics.update(message.stats)
+        elif isinstance(message, CacheEvents):
+            self.cached_pages.change(message.stored, message.evicted)
         elif isinstance(message, EngineReady):
             self.last_heartbeat = time.monotonic()
             self.on_ready(message.model)

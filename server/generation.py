@@ -184,7 +184,7 @@ def new_job(
         loaded=loaded,
         prompts=prompts,
         params=params,
-        namespace=_namespace(tenant, request.cache_salt),
+        namespace=namespace_of(tenant, request.cache_salt),
         headers={} if client_id is None else {"X-Request-Id": client_id},
         deadline_s=_deadline(http, server.settings.request_timeout_s),
         names=frozenset((tenant, name) for name in (response_id, client_id) if name),
@@ -264,7 +264,7 @@ def sharing_of(server: Server, http: Request, request: Any) -> Sharing:
     client_id = request.request_id or header_id(http)
     tenant = tenant_of(http)
     return Sharing(
-        namespace=_namespace(tenant, request.cache_salt),
+        namespace=namespace_of(tenant, request.cache_salt),
         deadline_s=_deadline(http, server.settings.request_timeout_s),
         names=frozenset() if client_id is None else frozenset({(tenant, client_id)}),
         headers={} if client_id is None else {"X-Request-Id": client_id},
@@ -353,7 +353,7 @@ def _deadline(http: Request, limit_s: float | None) -> float | None:
     return seconds if limit_s is None else min(seconds, limit_s)
 
 
-def _namespace(tenant: str, salt: str | None) -> str:
+def namespace_of(tenant: str, salt: str | None) -> str:
     """Which requests share cached prefixes: those of one API key and, if it asks for it, of one salt. A salt alone
     could be guessed by another client."""
     return f"{tenant}/{salt or ''}" if tenant or salt else ""

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from jaxserve.server import anthropic_types, embedding_types, generate_types, protocol, response_types, schemas
+from jaxserve.server.cached_pages import KVEvent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/health"): Route(summary="Whether the server lives", answer=schemas.Status),
     ("GET", "/ready"): Route(summary="Whether requests are taken", answer=schemas.Status),
     ("GET", "/metrics"): Route(summary="Metrics in Prometheus' text format"),
+    ("GET", "/kv_events"): Route(
+        summary="What the engine has cached, and every change (a stream)", chunk=KVEvent, errors=(404, 503)
+    ),
     ("GET", "/version"): Route(summary="Version of jaxserve", answer=schemas.Version),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from jaxserve.server.prompts import TextOptions
 from jaxserve.server.response_types import ResponsesRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 import jaxserve
 from jaxserve.metrics import CONTENT_TYPE
@@ -102,6 +102,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         ("/health", _health),
         ("/ready", _ready),
         ("/metrics", _metrics),
+        ("/kv_events", _kv_events),
         ("/version", _version),
         ("/server_info", control.server_info),
         ("/get_server_info", control.server_info),
@@ -216,6 +217,14 @@ async def _ready(server: Server, http: Request) -> Response:
 
 async def _metrics(server: Server, http: Request) -> Response:
     return Response(await server.client.current_metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _kv_events(server: Server, http: Request) -> Response:
+    """What is cached, for routers. The stream ends with the connection."""
+    if not server.config.kv_events:
+        raise ApiError(404, "/kv_events: off; start the server with --kv-events", code="not_found")
+    events = server.client.cached_pages.events(server.client.check_ready().page_size)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 async def _version(server: Server, http: Request) -> Response:

@@ -46,23 +46,27 @@ class StepTimer:
     """Stands between an engine and its runner and notes what each step took."""
 
     def __init__(self, engine: Engine) -> None:
-        self._runner: Any = engine._runner
-        engine._runner = self
+        self._engine = engine
+        self.runner: Any = engine._steps._runner
+        engine._steps._runner = self
         self.steps: list[TimedStep] = []
         self._loads: list[tuple[StepLoad, float]] = []
         self._last_end = 0.0
 
+    def stop(self) -> None:
+        self._engine._steps._runner = self.runner
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
     def dispatch(self, decision: Any) -> Any:
         start = time.perf_counter()
-        handle = self._runner.dispatch(decision)
+        handle = self.runner.dispatch(decision)
         self._loads.append((load_of(decision), start))
         return handle
 
     def collect(self, handle: Any) -> Any:
-        result = self._runner.collect(handle)
+        result = self.runner.collect(handle)
         end = time.perf_counter()
         load, start = self._loads.pop(0)
         # A step begins when it is dispatched or when the one before it ends, whichever is later.
@@ -163,11 +167,11 @@ def calibrate_engine(engine: Engine, *, rounds: int = 2, seed: int = 0) -> Measu
     try:
         steps = time_steps(engine, timer, rounds=rounds, seed=seed)
     finally:
-        engine._runner = timer._runner
+        timer.stop()
     machine = describe_machine()
     when = datetime.date.today().isoformat()
     name = f"{engine.model.name}, {engine.model.dtype}, {machine['processor']}, {when}"
-    return fit(steps, engine._runner.shapes.token_buckets, name)
+    return fit(steps, timer.runner.shapes.token_buckets, name)
 
 
 def calibrate_to_file(model: str, path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from typing import Protocol
 
 import numpy as np
 
@@ -46,11 +47,24 @@ class Handle:
     pages: np.ndarray
 
 
+class TreeListener(Protocol):
+    """Hears of pages that enter and leave a tree."""
+
+    def stored(self, parent: int | str, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """`pages` of int32 `tokens` now follow page `parent`, or begin the namespace `parent`."""
+        ...
+
+    def evicted(self, pages: np.ndarray) -> None:
+        """`pages` are given up."""
+        ...
+
+
 class RadixTree:
     """page_size in tokens. The tree owns the pages it keeps until evict() hands them back."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.listener: TreeListener | None = None
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._num_pages = 0
@@ -103,6 +117,9 @@ class RadixTree:
         if position < node.end:
             node = self._split(node, position)
         if matched < len(tokens):
+            if self.listener is not None:
+                parent = int(node.pages[-1]) if len(node.pages) else node.namespace
+                self.listener.stored(parent, tokens[matched:], pages[count:])
             # A leaf that nobody else has locked grows in place: a prompt that arrives in chunks stays one edge.
             grows = node.parent is not None and not node.children and node.locks == (node is start.node)
             node = self._append(node, tokens[matched:].copy(), pages[count:].copy(), in_place=grows)
@@ -147,6 +164,8 @@ class RadixTree:
                 continue
             keep = max(0, len(leaf.pages) - missing)
             given.append(leaf.pages[keep:])
+            if self.listener is not None:
+                self.listener.evicted(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
             self._num_pages -= len(leaf.pages) - keep
             if keep:

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,19 +30,22 @@ from jaxserve.server.router.limits import RateLimit
 from jaxserve.server.router.metrics import RouterMetrics
 from jaxserve.server.router.probes import Probes
 from jaxserve.server.router.proxy import Proxy, Receive, Send
+from jaxserve.server.router.queries import PageReader
 from jaxserve.server.router.replicas import ReplicaPlan, Replicas
 from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.worker import Worker
 
+from jaxserve.hub import resolve_model
 from jaxserve.metrics import CONTENT_TYPE
+from jaxserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 EXIT_REPLICA, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 20
 _AFTER_DRAIN_S = 5
-_PASSED_GETS = ("/v1/models", "/version", "/openapi.json", "/web/")
-_PASSED_POSTS = ("/v1/", "/tokenize", "/detokenize")
+_PASSED_GETS = ("/v1/models", "/get_model_info", "/version", "/openapi.json", "/web/")
+_PASSED_POSTS = ("/v1/", "/tokenize", "/detokenize", "/generate")
 
 Scope = dict[str, Any]
 
@@ -60,11 +63,14 @@ class RouterApp:
         self.proxy = Proxy(settings, self.fleet, self.metrics)
         self.probes = Probes(settings, self.fleet, self.proxy)
         self.events = KVEventReader(settings, self.fleet, self.proxy, self.probes.headers)
+        self._pages = _page_reader(settings)
+        if self._pages is not None:
+            self.proxy.read_pages = self._read_pages
         self.is_stopping = False
         self._limit = RateLimit(settings.requests_per_second, settings.burst)
         self._admin = AdminApi(settings, self.fleet)
         self._admin_digest = hashlib.sha256((settings.admin_key or "").encode()).digest()
-        self._guarded = ApiKeys(self._route, settings.api_keys) if settings.api_keys else self._route
+        self._guarded = ApiKeys(self._route, settings.api_keys, None) if settings.api_keys else self._route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -90,6 +96,12 @@ class RouterApp:
         self.probes.close()
         self.events.close()
         self.proxy.close()
+
+    async def _read_pages(self, path: str, body: bytes, authorization: bytes) -> Sequence[int] | None:
+        size = self.events.page_size
+        if self._pages is None or size is None:
+            return None
+        return await self._pages.pages_of(path, body, authorization, size)
 
     def _on_added(self, worker: Worker) -> None:
         self.probes.start(worker)
@@ -180,6 +192,17 @@ class RouterApp:
                 sent = value[7:].strip()
         if not hmac.compare_digest(hashlib.sha256(sent).digest(), self._admin_digest):
             raise ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
+
+
+def _page_reader(settings: RouterSettings) -> PageReader | None:
+    """Raises what the resolver raises for a model that is not there."""
+    if settings.prefix_source != "events":
+        return None
+    tokenizer = None
+    if settings.tokenizer is not None:
+        resolved = resolve_model(settings.tokenizer)
+        tokenizer = load_tokenizer(getattr(resolved, "path", resolved))
+    return PageReader(tokenizer, uses_keys=bool(settings.api_keys))
 
 
 async def answer(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

@@ -211,8 +211,6 @@ class _Waiter:
 
 def _policy(settings: RouterSettings, pages: PageIndex | None) -> Policy:
     if settings.policy != "cache_aware":
-        if pages is not None:
-            raise ValueError(f"prefix_source: got 'events' with policy {settings.policy!r}; allowed: with cache_aware")
         return make_policy(settings.policy)
     guessed = GuessedPrefixes(settings.prefix_bytes)
     balance = Balance(

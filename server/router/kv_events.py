@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import msgspec
+from jaxserve.server.cached_pages import KVEvent
 from jaxserve.server.router.fleet import Fleet
 from jaxserve.server.router.proxy import Proxy
 from jaxserve.server.router.settings import RouterSettings
@@ -16,15 +17,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _SILENCE_S = 30.0  # workers send a comment at least this often
-
-
-class KVEvent(msgspec.Struct, omit_defaults=True):
-    """One event of the stream. `is_snapshot`: all that was known before is void."""
-
-    stored: list[int] = []
-    evicted: list[int] = []
-    is_snapshot: bool = False
-    page_size: int = 0
 
 
 _decode = msgspec.json.Decoder(KVEvent).decode

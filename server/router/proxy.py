@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxserve.server.errors import SERVER_ERROR, ApiError, unavailable
@@ -81,6 +81,8 @@ class Proxy:
         self._metrics = metrics
         self._pools: dict[str, UpstreamPool] = {}
         self.num_open = 0
+        # (path, body, authorization) -> hashes of the prompt's pages, where workers tell what they have cached
+        self.read_pages: Callable[[str, bytes, bytes], Awaitable[Sequence[int] | None]] | None = None
 
     def pool(self, worker: Worker) -> UpstreamPool:
         pool = self._pools.get(worker.name)
@@ -132,6 +134,9 @@ class Proxy:
             headers.append((b"x-forwarded-for", scope["client"][0].encode("ascii")))
         body = await self._read_body(receive, length) if scope["method"] != "GET" else b""
         query = query_of(body, authorization=authorization, session=session)
+        if self.read_pages is not None and body:
+            pages = await self.read_pages(scope["path"], body, authorization)
+            query = dataclasses.replace(query, pages=pages)
         target = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]

@@ -80,6 +80,8 @@ class RouterSettings:
             raise ValueError("workers: one address is given twice")
         _one_of("policy", self.policy, POLICY_NAMES)
         _one_of("prefix_source", self.prefix_source, PREFIX_SOURCES)
+        if self.prefix_source == "events" and self.policy != "cache_aware":
+            raise ValueError(f"prefix_source: got 'events' with policy {self.policy!r}; allowed: with cache_aware")
         for key in (*self.api_keys, *filter(None, (self.admin_key, self.worker_key))):
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError("keys: one has odd characters; allowed: visible ASCII, no blanks")

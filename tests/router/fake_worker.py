@@ -27,6 +27,7 @@ class FakeWorker:
         self.requests: list[tuple[dict[str, str], Any]] = []
         self.num_left = 0  # clients that went before the end
         self.metrics = ""
+        self.events: list[dict[str, Any]] = []  # of /kv_events
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -69,6 +70,8 @@ class FakeWorker:
         if method == "GET":
             if path == "/ready":
                 self._whole(writer, 200 if self.is_ready else 503, {"status": "ready"})
+            elif path == "/kv_events":
+                await self._tell(writer)
             elif path == "/metrics":
                 self._write(writer, 200, self.metrics.encode(), "text/plain")
             else:
@@ -96,6 +99,17 @@ class FakeWorker:
                 await self._stream(writer)
             case _:
                 self._whole(writer, 200, {"worker": self.name, "number": len(self.requests)})
+
+    async def _tell(self, writer: asyncio.StreamWriter) -> None:
+        """KV events: what stands in `events`, then what is added to it."""
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        place = 0
+        while True:
+            for event in self.events[place:]:
+                self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+            place = len(self.events)
+            await writer.drain()
+            await asyncio.sleep(0.02)
 
     async def _stream(self, writer: asyncio.StreamWriter) -> None:
         writer.write(
