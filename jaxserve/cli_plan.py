@@ -186,13 +186,18 @@ def describe(outcome: Outcome) -> str:
         return f"{outcome.candidate.label}: {outcome.error}"
     f = outcome.result.figures()
     refused = f", {f['refused']} refused" if f["refused"] else ""
-    return (
-        f"{outcome.candidate.label}: {f['total_tok_per_s']:,.0f} total tok/s, {f['output_tok_per_s']:,.0f} output "
-        f"tok/s ({outcome.rate_per_device:,.0f} per device, {outcome.rate_per_user:.1f} per user), hits "
-        f"{f['hit_rate']:.1%}, TTFT mean {f['ttft_mean']:.3f} p99 {f['ttft_p99']:.3f} s, "
-        f"ITL p50 {1e3 * f['itl_p50']:.1f} p99 {1e3 * f['itl_p99']:.1f} ms, KV use {f['kv_use']:.0%}, busiest {f['imbalance']:.2f} x mean, "
-        f"{outcome.price_per_million:.2f} per million{refused}"
+    parts = (
+        f"{f['total_tok_per_s']:,.0f} total tok/s",
+        f"{f['output_tok_per_s']:,.0f} output tok/s ({outcome.rate_per_device:,.0f} per device, "
+        f"{outcome.rate_per_user:.1f} per user)",
+        f"hits {f['hit_rate']:.1%}",
+        f"TTFT mean {f['ttft_mean']:.3f} p99 {f['ttft_p99']:.3f} s",
+        f"ITL p50 {1e3 * f['itl_p50']:.1f} p99 {1e3 * f['itl_p99']:.1f} ms",
+        f"KV use {f['kv_use']:.0%}",
+        f"busiest {f['imbalance']:.2f} x mean",
+        f"{outcome.price_per_million:.2f} per million",
     )
+    return f"{outcome.candidate.label}: {', '.join(parts)}{refused}"
 
 
 def load_cost(path: Path) -> MeasuredCost:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Cluster, wait_for
+from cluster import Cluster, wait_for
 
 
 def test_a_worker_killed_in_the_middle_of_a_stream_ends_that_stream_with_an_error(cluster: Cluster) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import msgspec
 import numpy as np
-from conftest import Cluster, wait_for
+from cluster import Cluster, wait_for
 from jaxserve.server.cached_pages import CachedPages, KVEvent
 
 from jaxserve.cache.page_hashes import hash_pages, namespace_hash

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from conftest import ADMIN, Cluster, wait_for
+from cluster import ADMIN, Cluster, wait_for
 
 
 def test_streams_pass_unchanged_and_piece_by_piece(cluster: Cluster) -> None:
