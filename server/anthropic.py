@@ -92,8 +92,9 @@ def _translate(request: CountTokensRequest) -> ChatCompletionRequest:
         ]
     _choose_tools(request, fields)
     if request.thinking is not None:
-        fields["reasoning_effort"] = "none" if request.thinking.type == "disabled" else "medium"
-        if request.thinking.budget_tokens is not None:
+        if request.thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
+        elif request.thinking.budget_tokens is not None:
             fields["thinking_token_budget"] = request.thinking.budget_tokens
     if isinstance(request, MessagesRequest):
         fields |= {

@@ -60,7 +60,11 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         options: dict[str, Any] = dict(_COMPACT)
         if whitespace_pattern is not None:
             options = {"whitespace_pattern": whitespace_pattern}
-        text = llguidance.LLMatcher.grammar_from_json_schema(check_schema(schema), overrides={**options, **_NEVER})
+        checked = check_schema(schema)
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(checked, overrides={**options, **_NEVER})
+        except ValueError as error:  # numbers of more than 64 bits, half surrogate pairs
+            raise GrammarError(f"the schema holds a value that cannot be compiled ({error})") from None
         return cls(_bounded(text), parameter)
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -139,6 +140,54 @@ def test_examples_run(server: tuple[str, subprocess.Popen], name: str, capsys: p
         assert "Character(name=" in told
         assert re.search(r"^choice: (warrior|wizard|ranger)$", told, re.MULTILINE)
         assert re.search(r"^grammar: roll [1-6]( and [1-6])?$", told, re.MULTILINE)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("openai_client.py", ("Paris",)), ("anthropic_client.py", ("ended by:", "get_weather {'city':", "tokens:")),
+        ("responses_client.py", ("structured: {'city':", "tool:       get_weather", "background:")),
+        ("embeddings_client.py", ("cut to: 64", "scores: [1.0,")),
+        ("sglang_client.py", ("gen:       Paris", "select:    Paris")),
+    ],
+)  # fmt: skip
+def test_the_clients_of_the_examples(server: tuple[str, subprocess.Popen], name: str, shown: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), server[0]], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for text in shown:
+        assert text in done.stdout, done.stdout
+
+
+def test_scores_of_a_native_request_are_those_of_a_completion(server: tuple[str, subprocess.Popen]) -> None:
+    def post(path: str, **fields: object) -> dict:
+        return httpx.post(server[0] + path, json=fields, timeout=120).raise_for_status().json()
+
+    text, named = "The capital of France is Paris, and", [7, 42, 11]
+    plain = post("/v1/completions", prompt=text, max_tokens=2, temperature=0, logprobs=0, echo=True)
+    meta = post(
+        "/generate", text=text, sampling_params={"max_new_tokens": 2, "temperature": 0}, return_logprob=True,
+        logprob_start_len=2, token_ids_logprob=named,
+    )["meta_info"]  # fmt: skip
+    scores = plain["choices"][0]["logprobs"]["token_logprobs"]
+    found = [value for value, _, _ in meta["input_token_logprobs"] + meta["output_token_logprobs"]]
+    assert found[0] is None and found[1:] == pytest.approx(scores[3:], abs=2e-2)
+    # A named token's score at the last place is what /v1/score calls its probability there.
+    last = {token: value for value, token, _ in meta["output_token_ids_logprobs"][0]}
+    labels = post("/v1/score", query=text, items=[""], label_token_ids=named)["scores"][0]
+    assert [math.log(value) for value in labels] == pytest.approx([last[token] for token in named], abs=2e-2)
+
+
+def test_bad_words_do_not_come(client: OpenAI) -> None:
+    fields = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    free = client.completions.create(**fields).choices[0].text
+    assert "Paris" in free
+    other = client.completions.create(**fields, extra_body={"bad_words": ["Paris"]}).choices[0].text
+    assert "Paris" not in other
 
 
 def test_nothing_was_compiled_after_warm_up_and_sigterm_ends_cleanly(
