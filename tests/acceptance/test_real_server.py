@@ -142,9 +142,6 @@ def test_examples_run(server: tuple[str, subprocess.Popen], name: str, capsys: p
         assert re.search(r"^grammar: roll [1-6]( and [1-6])?$", told, re.MULTILINE)
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

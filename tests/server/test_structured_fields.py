@@ -85,3 +85,13 @@ def test_answers_are_remembered_up_to_a_bound(live: Live, monkeypatch: pytest.Mo
     for number in range(9):
         assert live.chat(max_tokens=1, regex=f"a{{{number + 1}}}")["choices"]
     assert live.state.grammars.num_remembered == 4
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**40])
+def test_a_schema_with_a_number_of_more_than_64_bits(live: Live, value: int) -> None:
+    """The grammar library cannot hold it: that is the request's matter, in a format as in a tool."""
+    asked = {"type": "object", "properties": {"a": {"enum": [value]}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    assert refused(live.post("/v1/chat/completions", {**body, "response_format": schema(asked)}))["param"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": asked}}]
+    assert refused(live.post("/v1/chat/completions", {**body, "tools": tools}))["param"]
