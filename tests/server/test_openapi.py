@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from jaxserve.server.field_table import table
 from jaxserve.server.openapi import ROUTES
 from jaxserve.server.settings import ServerSettings
 from live import Live, engine_command, serving
@@ -60,3 +61,13 @@ def test_answers_are_what_the_document_says(
 
     check()
     assert documented.http.get("/health").status_code == 200
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_chapter_names_every_route_and_field() -> None:
+    assert (DOCS / "fields.md").read_text() == table(), "run: python -m jaxserve.server.field_table > docs/fields.md"
+    chapter = (DOCS / "server.md").read_text()
+    for operation in OPERATIONS:
+        assert f"`{operation}`" in chapter, operation
