@@ -12,6 +12,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
+    "llama_bias_tied": gguf.MODEL_ARCH.LLAMA, "mistral_swa": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE, "olmo2": gguf.MODEL_ARCH.OLMO2, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "phi3": gguf.MODEL_ARCH.PHI3, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2_lite": gguf.MODEL_ARCH.DEEPSEEK2,
@@ -20,9 +22,12 @@ ARCHITECTURES = {
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def write(folder: Path, target: Path, *, splits_kv_b: bool = True) -> Path:
-    """The checkpoint in `folder` (named after its fixture) as a GGUF file. splits_kv_b: the key and value
-    up-projections of latent attention as two tensors, as files since 2025 have them."""
+def write(folder: Path, target: Path, *, splits_kv_b: bool = True, in_blocks: bool = False) -> Path:
+    """The checkpoint in `folder` as a GGUF file named after its fixture.
+
+    splits_kv_b   the key and value up-projections of latent attention as two tensors, as files since 2025 have them
+    in_blocks     matrices as Q8_0 where their rows allow it
+    """
     name, config = target.stem, json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[name]
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture])
@@ -34,7 +39,11 @@ def write(folder: Path, target: Path, *, splits_kv_b: bool = True) -> Path:
         names = [table.get_name(key, try_suffixes=(".weight", ".bias")) for table in tables]
         written = names[0] or names[1]
         assert written is not None, key
-        writer.add_tensor(written, np.ascontiguousarray(values))
+        if in_blocks and values.ndim == 2 and values.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(written, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(written, np.ascontiguousarray(values))
     if name == "phi3":
         for length in ("long", "short"):
             factors = np.float32(config["rope_scaling"][f"{length}_factor"])
@@ -65,10 +74,12 @@ def _converted(
 ) -> Iterator[tuple[str, np.ndarray]]:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     for key, values in tensors.items():
-        if name in ("mixtral", "smollm3") and key.endswith(("q_proj.weight", "k_proj.weight")):
+        if name in ("llama_bias_tied", "mistral_swa", "mixtral", "smollm3") and ("q_proj" in key or "k_proj" in key):
             count = heads if "q_proj" in key else kv_heads
-            halves = values.reshape(count, 2, -1, values.shape[1])
+            halves = values.reshape(count, 2, -1, *values.shape[1:])
             yield key, halves.swapaxes(1, 2).reshape(values.shape)
+        elif name.startswith("gemma") and "norm" in key:
+            yield key, values + 1
         elif key.endswith("kv_b_proj.weight") and splits_kv_b:
             nope = config["qk_nope_head_dim"]
             both = values.reshape(heads, nope + config["v_head_dim"], -1)
@@ -126,7 +137,7 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if name == "olmoe":
         writer.add_clamp_kqv(config["clip_qkv"])
-    if name in ("phi3", "gpt_oss"):
+    if name in ("phi3", "gpt_oss", "mistral_swa", "gemma2", "gemma3"):
         writer.add_sliding_window(config["sliding_window"])
     if name == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
