@@ -1,0 +1,133 @@
+"""Paged attention on Hopper GPUs: write the step's K/V, then decode rows and prefill chunks, each by its kernel.
+
+Pages are [page, kv_head, 2, token, head_dim] with head_dim padded to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.kv_write.mosaic import write_kv
+from jaxserve.pallas_kernels.paged_attention.mosaic_decode import (
+    DecodeBlocks,
+    combine_parts,
+    decode_parts,
+    padded_group,
+)
+from jaxserve.pallas_kernels.paged_attention.mosaic_plan import (
+    KEYS,
+    max_decode_items,
+    plan_decode,
+    plan_prefill,
+    query_lengths,
+)
+from jaxserve.pallas_kernels.paged_attention.mosaic_prefill import PrefillBlocks, prefill, tile_tokens
+from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
+from jaxserve.pallas_kernels.ragged import RaggedBatch
+
+# Run length of deterministic decoding, in blocks of 64 keys: 4096 tokens.
+DETERMINISTIC_BLOCKS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicOptions:
+    """Block sizes, and the number of SMs that the split of decode rows aims to fill."""
+
+    decode: DecodeBlocks
+    prefill: PrefillBlocks
+    num_sms: int = 132
+
+
+def default_options(head_dim: int) -> MosaicOptions:
+    """Sizes that fit shared memory and registers for `head_dim` (padded)."""
+    if head_dim > 128:
+        return MosaicOptions(DecodeBlocks(stages=2, blocks_per_sm=1), PrefillBlocks(keys=64, stages=2))
+    return MosaicOptions(DecodeBlocks(), PrefillBlocks())
+
+
+def paged_attention_mosaic(
+    q: jax.Array,  # [T, H, D]
+    k: jax.Array,  # [T, KV, D]
+    v: jax.Array,  # [T, KV, D]
+    pages: jax.Array,  # [num_pages, KV, 2, page_size, padded D], bfloat16 or float16
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    deterministic: bool = False,
+    sinks: jax.Array | None = None,  # [H] float32
+    options: MosaicOptions | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [T, H, D] float32, pages)."""
+    num_tokens, head_dim = q.shape[0], pages.shape[4]
+    options = options or default_options(head_dim)
+    widen = ((0, 0), (0, 0), (0, head_dim - spec.head_dim))
+    q, k, v = (jnp.pad(x, widen).astype(pages.dtype) for x in (q, k, v))
+    pages = write_kv(k, v, pages, batch.write_slot, interpret=interpret)
+    decoded = _decode(q, pages, batch, spec, sinks, options, deterministic, interpret)
+    row = jnp.minimum(batch.row_of_token, batch.seq_len.shape[0] - 1)
+    out = decoded[row]
+    if num_tokens > 1:
+        chunks = _prefill(q, pages, batch, spec, sinks, options, interpret)
+        out = jnp.where((query_lengths(batch) == 1)[row][:, None, None], out, chunks)
+    is_used = jnp.arange(num_tokens) < batch.query_start[-1]
+    return jnp.where(is_used[:, None, None], out, 0.0)[..., : spec.head_dim], pages
+
+
+def _decode(
+    q: jax.Array,
+    pages: jax.Array,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    options: MosaicOptions,
+    deterministic: bool,
+    interpret: Any,
+) -> jax.Array:
+    """[R, H, D] float32; anything for rows that do not decode."""
+    num_rows, width = batch.page_table.shape
+    kv_heads, page_size, head_dim = pages.shape[1], *pages.shape[3:]
+    blocks = options.decode
+    sizes = {
+        "target_items": -(-options.num_sms * blocks.blocks_per_sm * blocks.waves // kv_heads),
+        "min_blocks": blocks.min_blocks,
+        "fixed_blocks": DETERMINISTIC_BLOCKS if deterministic else 0,
+    }
+    max_items = max_decode_items(min(num_rows, q.shape[0]), -(-width * page_size // KEYS), **sizes)
+    plan = plan_decode(batch, window=spec.sliding_window, max_items=max_items, **sizes)
+
+    token = jnp.minimum(batch.query_start[:-1], q.shape[0] - 1)
+    missing = padded_group(spec) - spec.group_size
+    grouped = q[token].reshape(num_rows, kv_heads, spec.group_size, head_dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(kv_heads, spec.group_size), ((0, 0), (0, missing)))
+    parts, lse = decode_parts(
+        grouped, pages, batch.page_table, batch.seq_len, plan, spec, blocks, interpret=interpret
+    )
+    out = combine_parts(parts, lse, plan.first_item, plan.num_items, sinks, interpret=interpret)
+    out = out.swapaxes(2, 3)[:, :, : spec.group_size]
+    return out.reshape(num_rows, spec.num_heads, head_dim)
+
+
+def _prefill(
+    q: jax.Array,
+    pages: jax.Array,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    options: MosaicOptions,
+    interpret: Any,
+) -> jax.Array:
+    """[T, H, D] float32; anything for tokens of rows that decode."""
+    num_tokens = q.shape[0]
+    tiles = plan_prefill(batch, num_tokens=num_tokens, tile_tokens=tile_tokens(spec))
+    # A tile is loaded whole: the last one may reach past the last token.
+    q = jnp.pad(q, ((0, tile_tokens(spec) + -num_tokens % 8), (0, 0), (0, 0)))
+    out = prefill(
+        q, pages, batch.page_table, batch.seq_len, tiles, sinks, spec, options.prefill, interpret=interpret
+    )
+    return out[:num_tokens]
