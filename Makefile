@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help serve test check-python lint format clean distclean
+.PHONY: help serve test test-mosaic check-python lint format clean distclean
 
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
@@ -52,6 +52,38 @@ serve: $(SERVE_READY)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@$(MAKE) --no-print-directory test-mosaic
+endif
+
+# The GPU kernels run in an interpreter that came with JAX 0.12, which needs Python 3.12. An older main environment
+# gets a second one beside it, with what those tests need and nothing else.
+MOSAIC_COMMAND := $(shell for name in python3.12 python3.13 python3.14 python3; do \
+    for command in "$$name" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/"$$name"; do \
+      "$$command" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || continue; \
+      echo "$$command"; exit 0; \
+    done; \
+  done)
+MOSAIC_VENV ?= .venv-mosaic
+MOSAIC_READY := $(MOSAIC_VENV)/.ready
+
+test-mosaic:  ## GPU kernels in the interpreter
+	@if "$(BIN)/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	  echo "The GPU kernels were tested with the rest: this environment has Python 3.12 or newer."; \
+	elif [ -z "$(MOSAIC_COMMAND)" ]; then \
+	  echo "NOT RUN: tests/mosaic (GPU kernels in the interpreter) needs Python 3.12 or newer, and none was found."; \
+	else \
+	  $(MAKE) --no-print-directory $(MOSAIC_READY) && "$(MOSAIC_VENV)/bin/python" -m pytest tests/mosaic; \
+	fi
+
+$(MOSAIC_READY): pyproject.toml constraints.txt
+	@echo "Making $(MOSAIC_VENV) with $(MOSAIC_COMMAND) for the tests of the GPU kernels (once; about a minute)"
+	@rm -rf "$(MOSAIC_VENV)"
+	@"$(MOSAIC_COMMAND)" -m venv "$(MOSAIC_VENV)"
+	@"$(MOSAIC_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  jax numpy pytest pytest-timeout hypothesis
+	@"$(MOSAIC_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch "$@"
 
 # import-linter walks one folder per package; here the namespace is spread over five, so it gets them as one.
 lint: $(TEST_READY)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.sampling_params import SamplingParams
-
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.llm import LLM
+    from jaxserve.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 
-_LAZY = {"LLM": "jaxserve.llm", "EngineConfig": "jaxserve.config"}
+_LAZY = {
+    "LLM": "jaxserve.llm",
+    "EngineConfig": "jaxserve.config",
+    "SamplingParams": "jaxserve.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # LLM pulls in jax; the HTTP server and the command line must start without it.
+    # LLM pulls in jax; the HTTP server and the command line must start without it. The kernels are of use without
+    # anything else of the engine.
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

@@ -11,7 +11,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference")
+ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
 MATMUL_BACKENDS = ("cpu_ffi", "xla")
 
 
@@ -24,6 +24,36 @@ def cpu_ffi_available() -> tuple[bool, str]:
         return False, f"numba does not load: {error}"
     reason = check_support()
     return not reason, reason
+
+
+@functools.cache
+def mosaic_available(interpret: bool = False) -> tuple[bool, str]:
+    """(whether the Mosaic GPU kernels run in this process, the reason if they do not). Cached.
+
+    interpret: in JAX's interpreter on a CPU, not on the GPU at hand.
+    """
+    import jax
+
+    if jax.__version_info__ < (0, 12):
+        return False, f"it needs JAX 0.12 or newer (Python 3.12 or newer), this is {jax.__version__}"
+    if interpret:
+        return True, ""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        return False, f"it is written for Hopper GPUs (compute capability 9.x), {device.device_kind} has {capability}"
+    return True, ""
+
+
+def mosaic_reason(head_dim: int, page_size: int, page_dtype: str = "bfloat16") -> str:
+    """Why the Mosaic GPU kernels do not serve this shape; empty if they do."""
+    if head_dim > 256:
+        return f"head_dim {head_dim} is over 256"
+    if not 8 <= page_size <= 1024:
+        return f"page_size {page_size} is not in 8 to 1024"
+    if page_dtype not in ("bfloat16", "float16"):
+        return f"pages of {page_dtype} are neither bfloat16 nor float16"
+    return ""
 
 
 def resolve_attention_backend(requested: str, platform: str) -> str:
@@ -43,6 +73,13 @@ def resolve_matmul_backend(requested: str, platform: str) -> str:
 def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]) -> str:
     if requested not in ("auto", *allowed):
         raise ValueError(f"{field}: got {requested!r}; allowed: auto, {', '.join(allowed)}")
+    if requested in ("mosaic", "interpret"):
+        return _resolve_mosaic(field, requested, platform)
+    if requested == "auto" and platform == "gpu" and "mosaic" in allowed:
+        is_available, reason = mosaic_available()
+        if is_available:
+            return "mosaic"
+        logger.warning("%s: using xla instead of mosaic: %s", field, reason)
     if requested == "auto" and platform != "cpu":
         return "xla"
     if requested not in ("auto", "cpu_ffi"):
@@ -58,15 +95,47 @@ def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]
     return "xla"
 
 
+def _resolve_mosaic(field: str, requested: str, platform: str) -> str:
+    if requested == "mosaic" and platform != "gpu":
+        raise ValueError(f"{field}: got 'mosaic' on platform {platform!r}; allowed there: auto, xla, interpret")
+    if requested == "interpret" and platform != "cpu":
+        raise ValueError(f"{field}: got 'interpret' on platform {platform!r}; allowed there: auto, xla")
+    is_available, reason = mosaic_available(interpret=requested == "interpret")
+    if not is_available:
+        raise ValueError(f"{field}: got {requested!r}, which cannot run here ({reason}); allowed: auto, xla")
+    return requested
+
+
+def check_attention_shape(requested: str, backend: str, head_dim: int, page_size: int, page_dtype: str) -> str:
+    """`backend`, or "xla" where "auto" was requested and the Mosaic kernels do not serve the shape.
+
+    Raises ValueError when they were asked for by name and do not.
+    """
+    if backend not in ("mosaic", "interpret"):
+        return backend
+    reason = mosaic_reason(head_dim, page_size, page_dtype)
+    if not reason:
+        return backend
+    if requested != "auto":
+        raise ValueError(f"attention_backend: got {requested!r}, but {reason}; allowed here: auto, xla")
+    logger.warning("attention: using xla instead of mosaic: %s", reason)
+    return "xla"
+
+
 @functools.cache
 def attention_backend_for(backend: str, head_dim: int, page_size: int) -> str:
     """The backend that serves this shape: `backend` itself, or "xla" where cpu_ffi has no kernel for it.
 
     The page layout and the computation both ask here, so they always agree. The replacement is logged once.
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, and for a shape that "mosaic" has no kernel for.
     """
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"attention backend: got {backend!r}; allowed: {', '.join(ATTENTION_BACKENDS)}")
+    if backend in ("mosaic", "interpret"):
+        reason = mosaic_reason(head_dim, page_size)
+        if reason:
+            raise ValueError(f"attention backend: got {backend!r}, but {reason}; allowed here: xla")
+        return backend
     if backend != "cpu_ffi":
         return backend
     reason = ""

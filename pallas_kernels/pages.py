@@ -18,16 +18,16 @@ def page_array_shape(spec: LayerSpec, num_pages: int, page_size: int, backend: s
     return paged_attention.page_array_shape(spec, num_pages, page_size, backend)
 
 
-def page_bytes(spec: LayerSpec, page_size: int, page_dtype: str) -> int:
+def page_bytes(spec: LayerSpec, page_size: int, page_dtype: str, backend: str = "xla") -> int:
     """Bytes of one page of one layer. Raises ValueError for an unknown `page_dtype`."""
     if isinstance(spec, MLASpec):
         return latent_page_bytes(spec, page_size, page_dtype)
-    return paged_attention.page_bytes(spec, page_size, page_dtype)
+    return paged_attention.page_bytes(spec, page_size, page_dtype, backend)
 
 
 def writes_in_place(spec: LayerSpec, page_size: int, page_dtype: str, backend: str, platform: str) -> bool:
     """Whether new entries go into donated pages without a copy of the whole array. Only the XLA forms on CPU with
     bfloat16 pages copy: choose float32 pages there."""
     if isinstance(spec, MLASpec):
-        return platform != "cpu" or page_dtype == "float32"
+        return platform != "cpu" or page_dtype == "float32" or backend == "interpret"
     return paged_attention.writes_in_place(spec, page_size, page_dtype, backend, platform)

@@ -14,7 +14,11 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.models.tensor_parallel import check_mesh, local_vocab_size
-from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
+from jaxserve.pallas_kernels.backend import (
+    check_attention_shape,
+    resolve_attention_backend,
+    resolve_matmul_backend,
+)
 from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place
 from jaxserve.runner import memory
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
@@ -192,15 +196,20 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
     page_dtype = config.page_dtype
     if page_dtype == "auto":
         is_latent = model_config is not None and model_config.mla is not None
-        in_place = platform != "cpu" or (attention == "cpu_ffi" and not is_latent)
+        in_place = platform != "cpu" or attention == "interpret" or (attention == "cpu_ffi" and not is_latent)
         page_dtype = "bfloat16" if dtype == "bfloat16" and in_place else "float32"
     dispatch = config.expert_dispatch
     if dispatch == "auto" and (platform == "cpu" or config.deterministic):
         # XLA:CPU's form of the exchange saves no bytes; one scheme for all steps adds in one order.
         dispatch = "gather"
+    page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE)
+    if model_config is not None and model_config.mla is None:
+        attention = check_attention_shape(
+            config.attention_backend, attention, model_config.head_dim, page_size, page_dtype
+        )
     return RuntimeOptions(
         dtype=dtype,
-        page_size=config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE),
+        page_size=page_size,
         page_dtype=page_dtype,
         attention=attention,
         matmul=matmul,
@@ -283,7 +292,9 @@ def _resolve_shapes(
             )  # fmt: skip
             break
     plan = memory.plan_pages(
-        bytes_per_page=sum(page_bytes(spec, options.page_size, options.page_dtype) for spec in model.attention_specs),
+        bytes_per_page=sum(
+            page_bytes(spec, options.page_size, options.page_dtype, options.attention) for spec in model.attention_specs
+        ),
         pages_per_request=-(-max_model_len // options.page_size),
         max_num_rows=config.max_num_rows,
         num_pages=config.num_pages,

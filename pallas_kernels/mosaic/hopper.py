@@ -71,9 +71,7 @@ def clear_tail(values: Any, first_bad: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def launch(
-    body: Callable[..., None], name: str, *, interpret: Any, **arguments: Any
-) -> Callable[..., Any]:
+def launch(body: Callable[..., None], name: str, *, interpret: Any, **arguments: Any) -> Callable[..., Any]:
     """plgpu.kernel with a name that shows up in profiles; interpret: InterpretGPUParams or None."""
     body.__name__ = name  # type: ignore[attr-defined]
     return plgpu.kernel(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.backend import attention_backend_for
 from jaxserve.pallas_kernels.paged_attention.reference import paged_attention_reference
 from jaxserve.pallas_kernels.paged_attention.spec import (
     HEAD_MAJOR,
+    PADDED_HEAD_MAJOR,
     TOKEN_MAJOR,
     AttentionSpec,
     check_page_size,
+    element_bytes,
     page_array_shape_of,
-    page_bytes,
 )
 from jaxserve.pallas_kernels.paged_attention.xla_blocked import paged_attention_xla
 from jaxserve.pallas_kernels.ragged import RaggedBatch
@@ -20,26 +23,34 @@ from jaxserve.pallas_kernels.ragged import RaggedBatch
 __all__ = ["AttentionSpec", "page_array_shape", "page_bytes", "paged_attention", "writes_in_place"]
 
 
+_LAYOUTS = {"cpu_ffi": HEAD_MAJOR, "mosaic": PADDED_HEAD_MAJOR, "interpret": PADDED_HEAD_MAJOR}
+
+
 def page_array_shape(spec: AttentionSpec, num_pages: int, page_size: int, backend: str) -> tuple[int, ...]:
     """Shape of one layer's array of `num_pages` pages for `backend`. The page is the leading axis; the rest
     belongs to the backend. Raises ValueError for an unknown backend or a page size that is no power of two."""
     check_page_size(page_size)
-    layout = HEAD_MAJOR if attention_backend_for(backend, spec.head_dim, page_size) == "cpu_ffi" else TOKEN_MAJOR
+    layout = _LAYOUTS.get(attention_backend_for(backend, spec.head_dim, page_size), TOKEN_MAJOR)
     return page_array_shape_of(layout, spec, num_pages, page_size)
+
+
+def page_bytes(spec: AttentionSpec, page_size: int, page_dtype: str, backend: str = "xla") -> int:
+    """Bytes of one page (K and V) of one layer. Raises ValueError for an unknown `page_dtype`."""
+    return math.prod(page_array_shape(spec, 1, page_size, backend)) * element_bytes(page_dtype)
 
 
 def writes_in_place(spec: AttentionSpec, page_size: int, page_dtype: str, backend: str, platform: str) -> bool:
     """Whether new K/V go into donated pages without a copy of the whole array. Only the XLA forms on CPU with
     bfloat16 pages copy: choose float32 pages there."""
     chosen = attention_backend_for(backend, spec.head_dim, page_size)
-    return chosen == "cpu_ffi" or platform != "cpu" or page_dtype == "float32"
+    return chosen in _LAYOUTS or platform != "cpu" or page_dtype == "float32"
 
 
 def paged_attention(
     q: jax.Array,  # [T, H, D] float32
     k: jax.Array,  # [T, KV, D] float32
     v: jax.Array,  # [T, KV, D] float32
-    pages: jax.Array,  # page_array_shape(...), float32 or bfloat16
+    pages: jax.Array,  # page_array_shape(...), float32 or bfloat16; bfloat16 or float16 for mosaic
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
@@ -66,8 +77,11 @@ def paged_attention(
             raise ValueError(f"{name}: got shape {array.shape}; allowed: [tokens, {allowed[0]}, {allowed[1]}]")
     if pages.shape != expected:
         raise ValueError(f"pages: got shape {pages.shape}; allowed for backend {backend!r}: {expected}")
-    if pages.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: float32, bfloat16")
+    chosen = attention_backend_for(backend, spec.head_dim, page_size)
+    dtypes = (jnp.bfloat16, jnp.float16) if chosen in ("mosaic", "interpret") else (jnp.float32, jnp.bfloat16)
+    if pages.dtype not in dtypes:
+        names = ", ".join(dtype.__name__ for dtype in dtypes)
+        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: {names}")
     if spec.has_sinks != (sinks is not None):
         raise ValueError(f"sinks: got {'none' if sinks is None else 'an array'} with has_sinks={spec.has_sinks}")
     if sinks is not None and sinks.shape != (spec.num_heads,):
@@ -75,12 +89,20 @@ def paged_attention(
 
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    chosen = attention_backend_for(backend, spec.head_dim, page_size)
     if chosen == "cpu_ffi":
         # Loaded only here: it needs numba, which other platforms do without.
         from jaxserve.pallas_kernels.paged_attention.cpu_ffi import paged_attention_cpu
 
         return paged_attention_cpu(q, k, v, pages, batch, spec, cascade=cascade, sinks=sinks)
+    if chosen in ("mosaic", "interpret"):
+        # Loaded only here: it needs JAX 0.12.
+        from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params
+        from jaxserve.pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
+
+        interpret = interpreter_params() if chosen == "interpret" else None
+        return paged_attention_mosaic(
+            q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks, interpret=interpret
+        )
     if chosen == "reference":
         return paged_attention_reference(q, k, v, pages, batch, spec, sinks=sinks)
     return paged_attention_xla(q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks)

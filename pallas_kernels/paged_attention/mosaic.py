@@ -28,9 +28,6 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_prefill import PrefillBlocks
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
-# Run length of deterministic decoding, in blocks of 64 keys: 4096 tokens.
-DETERMINISTIC_BLOCKS = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class MosaicOptions:
@@ -61,18 +58,21 @@ def paged_attention_mosaic(
     options: MosaicOptions | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [T, H, D] float32, pages)."""
+    """Returns (out [T, H, D] float32, pages).
+
+    With `deterministic` the prefill kernel computes every row: a query's result depends on nothing but its own
+    context there, while decode cuts a row's context by what else is in the batch.
+    """
     num_tokens, head_dim = q.shape[0], pages.shape[4]
     options = options or default_options(head_dim)
     widen = ((0, 0), (0, 0), (0, head_dim - spec.head_dim))
     q, k, v = (jnp.pad(x, widen).astype(pages.dtype) for x in (q, k, v))
     pages = write_kv(k, v, pages, batch.write_slot, interpret=interpret)
-    decoded = _decode(q, pages, batch, spec, sinks, options, deterministic, interpret)
-    row = jnp.minimum(batch.row_of_token, batch.seq_len.shape[0] - 1)
-    out = decoded[row]
-    if num_tokens > 1:
-        chunks = _prefill(q, pages, batch, spec, sinks, options, interpret)
-        out = jnp.where((query_lengths(batch) == 1)[row][:, None, None], out, chunks)
+    out = _prefill(q, pages, batch, spec, sinks, options, 1 if deterministic else 2, interpret)
+    if not deterministic:
+        row = jnp.minimum(batch.row_of_token, batch.seq_len.shape[0] - 1)
+        decodes = (query_lengths(batch) == 1)[row][:, None, None]
+        out = jnp.where(decodes, _decode(q, pages, batch, spec, sinks, options, interpret)[row], out)
     is_used = jnp.arange(num_tokens) < batch.query_start[-1]
     return jnp.where(is_used[:, None, None], out, 0.0)[..., : spec.head_dim], pages
 
@@ -84,7 +84,6 @@ def _decode(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     options: MosaicOptions,
-    deterministic: bool,
     interpret: Any,
 ) -> jax.Array:
     """[R, H, D] float32; anything for rows that do not decode."""
@@ -94,7 +93,6 @@ def _decode(
     sizes = {
         "target_items": -(-options.num_sms * blocks.blocks_per_sm * blocks.waves // kv_heads),
         "min_blocks": blocks.min_blocks,
-        "fixed_blocks": DETERMINISTIC_BLOCKS if deterministic else 0,
     }
     max_items = max_decode_items(min(num_rows, q.shape[0]), -(-width * page_size // KEYS), **sizes)
     plan = plan_decode(batch, window=spec.sliding_window, max_items=max_items, **sizes)
@@ -105,9 +103,7 @@ def _decode(
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, missing), (0, 0)))
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, spec.group_size), ((0, 0), (0, missing)))
-    parts, lse = decode_parts(
-        grouped, pages, batch.page_table, batch.seq_len, plan, spec, blocks, interpret=interpret
-    )
+    parts, lse = decode_parts(grouped, pages, batch.page_table, batch.seq_len, plan, spec, blocks, interpret=interpret)
     out = combine_parts(parts, lse, plan.first_item, plan.num_items, sinks, interpret=interpret)
     out = out.swapaxes(2, 3)[:, :, : spec.group_size]
     return out.reshape(num_rows, spec.num_heads, head_dim)
@@ -120,14 +116,13 @@ def _prefill(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     options: MosaicOptions,
+    min_length: int,
     interpret: Any,
 ) -> jax.Array:
-    """[T, H, D] float32; anything for tokens of rows that decode."""
+    """[T, H, D] float32; anything for tokens of rows with fewer than `min_length` tokens."""
     num_tokens = q.shape[0]
-    tiles = plan_prefill(batch, num_tokens=num_tokens, tile_tokens=tile_tokens(spec))
+    tiles = plan_prefill(batch, num_tokens=num_tokens, tile_tokens=tile_tokens(spec), min_length=min_length)
     # A tile is loaded whole: the last one may reach past the last token.
     q = jnp.pad(q, ((0, tile_tokens(spec) + -num_tokens % 8), (0, 0), (0, 0)))
-    out = prefill(
-        q, pages, batch.page_table, batch.seq_len, tiles, sinks, spec, options.prefill, interpret=interpret
-    )
+    out = prefill(q, pages, batch.page_table, batch.seq_len, tiles, sinks, spec, options.prefill, interpret=interpret)
     return out[:num_tokens]

@@ -85,7 +85,7 @@ def _decode_kernel(
         factor = LOG2E if spec.logit_softcap else spec.scale * LOG2E
 
         def step_body(step, carry, *, is_masked: bool):
-            acc, m, l = carry  # O^T [D, N]; max [N]; sum per key slot [64, N]
+            acc, m, norm = carry  # O^T [D, N]; max [N]; sum per key slot [64, N]
             slot = lax.rem(step, stages)
             start = (first + step) * KEYS
             plgpu.barrier_wait(k_ready.at[slot])
@@ -104,7 +104,7 @@ def _decode_kernel(
             p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [1]))
             rounded = p.astype(p_smem.dtype)
             # The sum is that of the rounded weights, so that they add up to one.
-            l = l * lax.broadcast_in_dim(alpha, l.shape, [1]) + rounded.astype(jnp.float32)
+            norm = norm * lax.broadcast_in_dim(alpha, norm.shape, [1]) + rounded.astype(jnp.float32)
             p_smem.transpose((1, 0))[...] = rounded
             plgpu.commit_smem()
             plgpu.barrier_wait(v_ready.at[slot])
@@ -115,11 +115,9 @@ def _decode_kernel(
                     clear_tail(v_smem.at[slot], seq_len - start)
 
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-            acc = add_product(
-                acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)), interpret=interpret
-            )
+            acc = add_product(acc, v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0)), interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])
-            return acc, m_new, l
+            return acc, m_new, norm
 
         carry = (
             plgpu.layout_cast(jnp.zeros((head_dim, num_queries), jnp.float32), layout),
@@ -131,9 +129,9 @@ def _decode_kernel(
         if not spec.sliding_window:
             plain = jnp.clip(lax.div(seq_len, KEYS) - first, 0, steps)
             carry = lax.fori_loop(0, plain, lambda step, c: step_body(step, c, is_masked=False), carry)
-        acc, m, l = lax.fori_loop(plain, steps, lambda step, c: step_body(step, c, is_masked=True), carry)
+        acc, m, norm = lax.fori_loop(plain, steps, lambda step, c: step_body(step, c, is_masked=True), carry)
 
-        total = l.sum(axis=0)
+        total = norm.sum(axis=0)
         out_smem[...] = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [1])
         lse_smem[...] = m + jnp.log2(total)
         plgpu.commit_smem()
@@ -201,24 +199,24 @@ def _combine_kernel(parts_ref, lse_ref, first_ref, count_ref, sinks_ref, out_ref
         shape = parts_ref.shape[2:]
 
         def merge(i, carry):
-            acc, m, l = carry
+            acc, m, norm = carry
             # Not whole cache lines per warp when N is small: the loads are still whole 32-byte sectors.
             lse = plgpu.load(lse_ref.at[first + i, kv_head], layout=layout.reduce(0), optimized=False)
             part = plgpu.load(parts_ref.at[first + i, kv_head], layout=layout, optimized=False)
             m_new = jnp.maximum(m, lse)
             alpha, weight = jnp.exp2(m - m_new), jnp.exp2(lse - m_new)
             acc = acc * lax.broadcast_in_dim(alpha, shape, [1]) + part * lax.broadcast_in_dim(weight, shape, [1])
-            return acc, m_new, l * alpha + weight
+            return acc, m_new, norm * alpha + weight
 
         if has_sinks:
             m = plgpu.load(sinks_ref.at[kv_head], layout=layout.reduce(0), optimized=False)
-            l = plgpu.layout_cast(jnp.ones(shape[1:], jnp.float32), layout.reduce(0))
+            norm = plgpu.layout_cast(jnp.ones(shape[1:], jnp.float32), layout.reduce(0))
         else:
             m = plgpu.layout_cast(jnp.full(shape[1:], LOWEST, jnp.float32), layout.reduce(0))
-            l = plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), layout.reduce(0))
+            norm = plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), layout.reduce(0))
         acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        acc, _, l = lax.fori_loop(0, count, merge, (acc, m, l))
-        plgpu.store(out_ref.at[row, kv_head], acc * lax.broadcast_in_dim(1.0 / l, shape, [1]), optimized=False)
+        acc, _, norm = lax.fori_loop(0, count, merge, (acc, m, norm))
+        plgpu.store(out_ref.at[row, kv_head], acc * lax.broadcast_in_dim(1.0 / norm, shape, [1]), optimized=False)
 
 
 def combine_parts(

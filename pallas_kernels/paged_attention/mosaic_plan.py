@@ -16,6 +16,7 @@ KEYS = 64  # keys of one block of the context
 LOAD_ALIGN = 8  # a tile is loaded from a multiple of 8 tokens
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
     """items [n, 3] int32: row, first block of 64 keys, number of blocks; first_item, num_items [R] int32: those of
@@ -35,29 +36,22 @@ def query_lengths(batch: RaggedBatch) -> jax.Array:
     return jnp.diff(batch.query_start)
 
 
-def plan_decode(
-    batch: RaggedBatch, *, window: int, target_items: int, min_blocks: int, fixed_blocks: int, max_items: int
-) -> DecodePlan:
+def plan_decode(batch: RaggedBatch, *, window: int, target_items: int, min_blocks: int, max_items: int) -> DecodePlan:
     """Cut the context of every row that decodes into runs of blocks.
 
     The run length makes about `target_items` runs of the whole batch (the number that fills the GPU, per kv head),
-    and is at least `min_blocks`; a row is cut into equal runs. With `fixed_blocks` > 0 that is the run length
-    instead, whatever the other rows are, so that a row's arithmetic depends on its own length alone.
-    max_items: length of the table, see `max_decode_items`.
+    and is at least `min_blocks`; a row is cut into equal runs. max_items: length of the table, see
+    `max_decode_items`.
     """
     decodes = query_lengths(batch) == 1
     lower = jnp.maximum(batch.seq_len - window, 0) // KEYS if window else jnp.zeros_like(batch.seq_len)
     blocks = jnp.where(decodes, _cdiv(batch.seq_len, KEYS) - lower, 0)
-    if fixed_blocks:
-        length = jnp.full((), fixed_blocks, jnp.int32)
-    else:
-        length = jnp.maximum(_cdiv(blocks.sum(), target_items), min_blocks)
-    count = _cdiv(blocks, length)
-    length = length if fixed_blocks else _cdiv(blocks, jnp.maximum(count, 1))
+    count = _cdiv(blocks, jnp.maximum(_cdiv(blocks.sum(), target_items), min_blocks))
+    length = _cdiv(blocks, jnp.maximum(count, 1))
     end = jnp.cumsum(count)
     item = jnp.arange(max_items, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(end, item, side="right"), blocks.shape[0] - 1).astype(jnp.int32)
-    length = jnp.broadcast_to(length, blocks.shape)[row]
+    length = length[row]
     offset = (item - (end - count)[row]) * length
     taken = jnp.where(item < end[-1], jnp.minimum(length, blocks[row] - offset), 0)
     first = jnp.where(taken > 0, lower[row] + offset, 0)
@@ -65,31 +59,29 @@ def plan_decode(
     return DecodePlan(items, (end - count).astype(jnp.int32), count.astype(jnp.int32))
 
 
-def max_decode_items(num_rows: int, max_blocks: int, *, target_items: int, min_blocks: int, fixed_blocks: int) -> int:
+def max_decode_items(num_rows: int, max_blocks: int, *, target_items: int, min_blocks: int) -> int:
     """Runs that `plan_decode` can make: every row adds at most one beyond the target, no row more than its length
     allows."""
-    per_row = -(-max_blocks // (fixed_blocks or min_blocks))
-    bound = num_rows * per_row
-    return bound if fixed_blocks else max(1, min(bound, target_items + num_rows))
+    return max(1, min(num_rows * -(-max_blocks // min_blocks), target_items + num_rows))
 
 
 def max_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
-    """Tiles that `plan_prefill` can make of rows with two tokens or more."""
-    rows = min(num_rows, num_tokens // 2)
+    """Tiles that `plan_prefill` can make."""
+    rows = min(num_rows, num_tokens)
     return max(1, (num_tokens + (LOAD_ALIGN - 1 + tile_tokens - 1) * rows) // tile_tokens)
 
 
-def plan_prefill(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> jax.Array:
-    """Cut the queries of every row with more than one token into tiles, longest context first.
+def plan_prefill(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int, min_length: int = 2) -> jax.Array:
+    """Cut the queries of every row with at least `min_length` tokens into tiles, longest context first.
 
     Returns [n, 5] int32: row; where the tile is loaded, in runs of 8 flat tokens; index in the tile of its first
-    query; number of queries; absolute position of the first one. A tile spans `tile_tokens` flat tokens; surplus queries are
-    computed and dropped.
+    query; number of queries; absolute position of the first one. A tile spans `tile_tokens` flat tokens; surplus
+    queries are computed and dropped.
     """
     num_rows = batch.seq_len.shape[0]
     start, length = batch.query_start[:-1], query_lengths(batch)
     load = start // LOAD_ALIGN * LOAD_ALIGN
-    count = jnp.where(length > 1, _cdiv(start + length - load, tile_tokens), 0)
+    count = jnp.where(length >= min_length, _cdiv(start + length - load, tile_tokens), 0)
     end = jnp.cumsum(count)
     tile = jnp.arange(max_prefill_tiles(num_tokens, num_rows, tile_tokens), dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(end, tile, side="right"), num_rows - 1).astype(jnp.int32)

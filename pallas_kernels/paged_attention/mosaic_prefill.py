@@ -64,7 +64,7 @@ def _prefill_kernel(
     q_out_smem, k_smem, v_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, tail_ready,
     *, spec: AttentionSpec, num_heads: int, interpret: bool,
 ):  # fmt: skip
-    # q_ref [T, H, D]; out_ref the same in float32; pages_ref [pages, KV, 2, page_size, D]; sinks_ref [H] float32, base 2.
+    # q_ref [T, H, D]; out_ref the same in float32; pages_ref [pages, KV, 2, page_size, D]; sinks_ref [H], base 2.
     q_smem, out_smem = q_out_smem
     stages, keys, head_dim = k_smem.shape
     page_size = pages_ref.shape[3]
@@ -100,7 +100,7 @@ def _prefill_kernel(
         factor = LOG2E if spec.logit_softcap else spec.scale * LOG2E
 
         def step_body(step, carry, *, is_masked: bool):
-            acc, m, l = carry  # [TILE, D], [TILE], [TILE]
+            acc, m, norm = carry  # [TILE, D], [TILE], [TILE]
             slot = lax.rem(step, stages)
             start = (begin + step) * keys
             plgpu.barrier_wait(k_ready.at[slot])
@@ -118,7 +118,7 @@ def _prefill_kernel(
             m_new = jnp.maximum(m, s.max(axis=1) * factor)
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
-            l = l * alpha + p.sum(axis=1)
+            norm = norm * alpha + p.sum(axis=1)
             p = p.astype(k_smem.dtype)
             if interpret:
                 p_smem.at[warpgroup][...] = p
@@ -141,7 +141,7 @@ def _prefill_kernel(
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
             acc = add_product(acc, p, v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])
-            return acc, m_new, l
+            return acc, m_new, norm
 
         carry = (
             plgpu.layout_cast(jnp.zeros((TILE, head_dim), jnp.float32), layout),
@@ -154,12 +154,12 @@ def _prefill_kernel(
         if not spec.sliding_window and head_dim <= 128:
             plain = lax.div(position, keys)
             carry = lax.fori_loop(0, plain, lambda step, c: step_body(step, c, is_masked=False), carry)
-        acc, m, l = lax.fori_loop(plain, steps, lambda step, c: step_body(step, c, is_masked=True), carry)
+        acc, m, norm = lax.fori_loop(plain, steps, lambda step, c: step_body(step, c, is_masked=True), carry)
 
         if spec.has_sinks:
-            l = l + jnp.exp2(sinks_ref[head] - m)
+            norm = norm + jnp.exp2(sinks_ref[head] - m)
         # A surplus query may have seen nothing: its 0 / 0 is dropped.
-        acc = acc * lax.broadcast_in_dim(1.0 / l, acc.shape, [0])
+        acc = acc * lax.broadcast_in_dim(1.0 / norm, acc.shape, [0])
         out = out_smem.at[warpgroup]
         for column in range(0, head_dim, OUT_COLUMNS):
             width = min(OUT_COLUMNS, head_dim - column)

@@ -8,6 +8,9 @@ import dataclasses
 TOKEN_MAJOR = "token_major"
 # [page, kv_head, 2, token, head_dim]: a kernel that walks one head's pages reads contiguous memory.
 HEAD_MAJOR = "head_major"
+# The same with head_dim padded to a multiple of 64, which shared-memory layouts of the GPU want.
+PADDED_HEAD_MAJOR = "padded_head_major"
+PADDED_COLUMNS = 64
 
 PAGE_DTYPES = ("float32", "bfloat16")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -63,14 +66,10 @@ def check_page_size(page_size: int) -> None:
 
 def page_array_shape_of(layout: str, spec: AttentionSpec, num_pages: int, page_size: int) -> tuple[int, ...]:
     """Shape of one layer's page array under `layout`; the page is the leading axis."""
-    if layout == HEAD_MAJOR:
-        return (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim)
+    if layout in (HEAD_MAJOR, PADDED_HEAD_MAJOR):
+        padding = -spec.head_dim % PADDED_COLUMNS if layout == PADDED_HEAD_MAJOR else 0
+        return (num_pages, spec.num_kv_heads, 2, page_size, spec.head_dim + padding)
     return (num_pages, page_size, 2, spec.num_kv_heads, spec.head_dim)
-
-
-def page_bytes(spec: AttentionSpec, page_size: int, page_dtype: str) -> int:
-    """Bytes of one page (K and V) of one layer. Raises ValueError for an unknown `page_dtype`."""
-    return 2 * spec.num_kv_heads * page_size * spec.head_dim * element_bytes(page_dtype)
 
 
 def element_bytes(page_dtype: str) -> int:

@@ -10,7 +10,11 @@ import numpy as np
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
-PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+PAGE_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 @dataclasses.dataclass(frozen=True)
