@@ -56,6 +56,13 @@ def mosaic_reason(head_dim: int, page_size: int, page_dtype: str = "bfloat16") -
     return ""
 
 
+def mosaic_latent_reason(latent_dim: int, rope_dim: int, page_size: int, page_dtype: str = "bfloat16") -> str:
+    """As mosaic_reason, for latent attention."""
+    if latent_dim % 128 or latent_dim > 512 or rope_dim % 64 or rope_dim > 64:
+        return f"latent vectors of {latent_dim} + {rope_dim} are not a multiple of 128 up to 512, plus 64"
+    return mosaic_reason(64, page_size, page_dtype)
+
+
 def resolve_attention_backend(requested: str, platform: str) -> str:
     """Backend for paged attention: `requested`, or for "auto" the best that runs on `platform`.
 
@@ -106,14 +113,14 @@ def _resolve_mosaic(field: str, requested: str, platform: str) -> str:
     return requested
 
 
-def check_attention_shape(requested: str, backend: str, head_dim: int, page_size: int, page_dtype: str) -> str:
+def check_attention_shape(requested: str, backend: str, reason: str) -> str:
     """`backend`, or "xla" where "auto" was requested and the Mosaic kernels do not serve the shape.
 
-    Raises ValueError when they were asked for by name and do not.
+    reason: that of mosaic_reason or mosaic_latent_reason. Raises ValueError when the kernels were asked for by name
+    and there is one.
     """
     if backend not in ("mosaic", "interpret"):
         return backend
-    reason = mosaic_reason(head_dim, page_size, page_dtype)
     if not reason:
         return backend
     if requested != "auto":

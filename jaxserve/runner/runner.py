@@ -16,6 +16,8 @@ from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.models.tensor_parallel import check_mesh, local_vocab_size
 from jaxserve.pallas_kernels.backend import (
     check_attention_shape,
+    mosaic_latent_reason,
+    mosaic_reason,
     resolve_attention_backend,
     resolve_matmul_backend,
 )
@@ -203,10 +205,12 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
         # XLA:CPU's form of the exchange saves no bytes; one scheme for all steps adds in one order.
         dispatch = "gather"
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE)
-    if model_config is not None and model_config.mla is None:
-        attention = check_attention_shape(
-            config.attention_backend, attention, model_config.head_dim, page_size, page_dtype
-        )
+    if model_config is not None:
+        if (mla := model_config.mla) is not None:
+            reason = mosaic_latent_reason(mla.kv_lora_rank, mla.rope_head_dim, page_size, page_dtype)
+        else:
+            reason = mosaic_reason(model_config.head_dim, page_size, page_dtype)
+        attention = check_attention_shape(config.attention_backend, attention, reason)
     return RuntimeOptions(
         dtype=dtype,
         page_size=page_size,

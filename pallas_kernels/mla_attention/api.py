@@ -49,10 +49,20 @@ def mla_attention(
     ):
         if array.shape != allowed:
             raise ValueError(f"{name}: got shape {array.shape}; allowed: {allowed}")
-    if pages.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: float32, bfloat16")
+    uses_mosaic = backend in ("mosaic", "interpret")
+    dtypes = (jnp.bfloat16, jnp.float16) if uses_mosaic else (jnp.float32, jnp.bfloat16)
+    if pages.dtype not in dtypes:
+        names = ", ".join(dtype.__name__ for dtype in dtypes)
+        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: {names}")
     q = jnp.concatenate([q_latent, q_rope], axis=-1).astype(jnp.float32)
     new = jnp.concatenate([latent, k_rope], axis=-1).astype(jnp.float32)
+    if uses_mosaic:
+        # Loaded only here: it needs JAX 0.12.
+        from jaxserve.pallas_kernels.mla_attention.mosaic import mla_attention_mosaic
+        from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params
+
+        interpret = interpreter_params() if backend == "interpret" else None
+        return mla_attention_mosaic(q, new, pages, batch, spec, deterministic=deterministic, interpret=interpret)
     if backend == "reference":
         return mla_attention_reference(q, new, pages, batch, spec)
     return mla_attention_xla(q, new, pages, batch, spec, deterministic=deterministic)

@@ -71,13 +71,16 @@ def clear_tail(values: Any, first_bad: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def launch(body: Callable[..., None], name: str, *, interpret: Any, **arguments: Any) -> Callable[..., Any]:
-    """plgpu.kernel with a name that shows up in profiles; interpret: InterpretGPUParams or None."""
+def launch(
+    body: Callable[..., None], name: str, *, interpret: Any, scratch_bytes: int = 2048, **arguments: Any
+) -> Callable[..., Any]:
+    """plgpu.kernel with a name that shows up in profiles; interpret: InterpretGPUParams or None; scratch_bytes: shared
+    memory for reductions that cross warps."""
     body.__name__ = name  # type: ignore[attr-defined]
     return plgpu.kernel(
         body,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=scratch_bytes),
         interpret=interpret,
         **arguments,
     )

@@ -75,7 +75,11 @@ def _decode_kernel(
     def _copy_pages():
         last_page = lax.div(seq_len + (page_size - 1), page_size) - 1
         rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
-        copy_steps(pages_ref, lambda i: table_ref[row, i], kv_head, first, steps, last_page, rings)
+        sources = [lambda page, which=which: pages_ref.at[page, kv_head, which] for which in range(2)]
+        copy_steps(
+            sources, rings, lambda i: table_ref[row, i],
+            page_size=page_size, first=first, steps=steps, last_page=last_page,
+        )  # fmt: skip
 
     @pl.when(jnp.logical_and(warpgroup == 0, steps > 0))
     def _compute():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,21 +17,21 @@ def parts_per_step(page_size: int, keys: int) -> int:
 
 
 def copy_steps(
-    pages_ref: Any,  # [num_pages, KV, 2, page_size, D]
+    sources: Sequence[Callable[[Any], Any]],  # page -> [page_size, D] of each ring
+    rings: Sequence[tuple[Any, Any, Any]],  # buffer [stages, keys, D], full barriers, free barriers
     page_ids: Callable[[Any], Any],  # index in the row's page list -> page
-    kv_head: Any,
+    *,
+    page_size: int,
     first: Any,
     steps: Any,
     last_page: Any,
-    rings: tuple[tuple[Any, Any, Any], ...],  # per K and V: buffer [stages, keys, D], full barriers, free barriers
 ) -> None:
-    """The copying warpgroup: bring steps first, first + 1, ... of K and V into their rings with TMA.
+    """The copying warpgroup: bring `steps` steps from `first` on into the rings (K and V) with TMA.
 
     Past index `last_page` of the row's list that page is copied again: those slots are masked. The ids of the next
     pages are read one step ahead, so that the latency of that read never stands between a freed buffer and its
     next copy.
     """
-    page_size = pages_ref.shape[3]
     stages, keys = rings[0][0].shape[:2]
     tokens = min(page_size, keys)
 
@@ -44,16 +44,15 @@ def copy_steps(
     def fetch(step, pages):
         slot = lax.rem(step, stages)
         offset = lax.rem(first + step, page_size // keys) * keys if page_size > keys else 0
-        for which, (smem, full, free) in enumerate(rings):
+        for source, (smem, full, free) in zip(sources, rings, strict=True):
 
             @pl.when(step >= stages)
             def _wait(free=free):
                 plgpu.barrier_wait(free.at[slot])
 
             for i, page in enumerate(pages):
-                source = pages_ref.at[page, kv_head, which]
                 plgpu.copy_gmem_to_smem(
-                    source if tokens == page_size else source.at[pl.ds(offset, tokens)],
+                    source(page) if tokens == page_size else source(page).at[pl.ds(offset, tokens)],
                     smem.at[slot] if tokens == keys else smem.at[slot, pl.ds(i * tokens, tokens)],
                     full.at[slot],
                 )

@@ -46,6 +46,18 @@ def plan_decode(batch: RaggedBatch, *, window: int, target_items: int, min_block
     decodes = query_lengths(batch) == 1
     lower = jnp.maximum(batch.seq_len - window, 0) // KEYS if window else jnp.zeros_like(batch.seq_len)
     blocks = jnp.where(decodes, _cdiv(batch.seq_len, KEYS) - lower, 0)
+    return split_runs(blocks, lower, target_items=target_items, min_blocks=min_blocks, max_items=max_items)
+
+
+def split_runs(
+    blocks: jax.Array,  # [n] int32: blocks of each sequence
+    lower: jax.Array,  # [n] int32: the first of them
+    *,
+    target_items: int,
+    min_blocks: int,
+    max_items: int,
+) -> DecodePlan:
+    """Cut sequences of blocks into about `target_items` runs, each sequence into equal ones."""
     count = _cdiv(blocks, jnp.maximum(_cdiv(blocks.sum(), target_items), min_blocks))
     length = _cdiv(blocks, jnp.maximum(count, 1))
     end = jnp.cumsum(count)
@@ -54,8 +66,9 @@ def plan_decode(batch: RaggedBatch, *, window: int, target_items: int, min_block
     length = length[row]
     offset = (item - (end - count)[row]) * length
     taken = jnp.where(item < end[-1], jnp.minimum(length, blocks[row] - offset), 0)
+    taken = jnp.maximum(taken, 0)
     first = jnp.where(taken > 0, lower[row] + offset, 0)
-    items = jnp.stack([row, first, jnp.maximum(taken, 0)], axis=1).astype(jnp.int32)
+    items = jnp.stack([row, first, taken], axis=1).astype(jnp.int32)
     return DecodePlan(items, (end - count).astype(jnp.int32), count.astype(jnp.int32))
 
 

@@ -81,7 +81,11 @@ def _prefill_kernel(
         kv_head = lax.div(head_block * num_heads, spec.group_size)
         rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
         last_page = lax.div(kv_len - 1, page_size)
-        copy_steps(pages_ref, lambda i: table_ref[row, i], kv_head, begin, steps, last_page, rings)
+        sources = [lambda page, which=which: pages_ref.at[page, kv_head, which] for which in range(2)]
+        copy_steps(
+            sources, rings, lambda i: table_ref[row, i],
+            page_size=page_size, first=begin, steps=steps, last_page=last_page,
+        )  # fmt: skip
 
     @pl.when(jnp.logical_and(warpgroup < COMPUTING, count > 0))
     def _compute():
