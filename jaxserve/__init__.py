@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.llm import LLM
     from jaxserve.sampling_params import SamplingParams
+    from jaxserve.structured.grammar import Grammar
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams"]
 
 _LAZY = {
     "LLM": "jaxserve.llm",
     "EngineConfig": "jaxserve.config",
+    "Grammar": "jaxserve.structured.grammar",
     "SamplingParams": "jaxserve.sampling_params",
 }
 

@@ -119,6 +119,7 @@ class GrammarStage:
         Every token before the samples must be known. find: number -> request, None if it has ended.
         """
         indices: list[int] = []
+        limited: list[Constraint] = []
         matchers: list[llguidance.LLMatcher] = []
         going_on: list[int] = []
         forced: dict[int, int] = {}
@@ -143,10 +144,13 @@ class GrammarStage:
                 going_on.append(index)
             elif constraint.limits_next is not None:
                 indices.append(index)
+                limited.append(constraint)
                 matchers.append(constraint.limits_next)
         masks = np.empty((0, self._num_words), np.int32)
         if matchers:
             masks = fill_masks(self._threads(), matchers, self._num_words)
+            for constraint in limited:
+                constraint.check()
         if going_on:
             masks = np.concatenate((masks, np.tile(self._all_but_ends(), (len(going_on), 1))))
         return StepConstraints(np.array(indices + going_on, np.int64), masks, forced), jumps

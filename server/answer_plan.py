@@ -116,6 +116,8 @@ async def plan_answer(
     state = None
     if style is not None:
         state = style.state(loaded.tokens.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False))
+        if state is None and _is_switched_off(request):
+            state = False
     budget = _budget(request, loaded)
     grammar = await _answer_grammar(server, loaded, request, use)
     # A model that has yet to open its reasoning must get through it before a form is asked of it.
@@ -145,6 +147,11 @@ async def plan_answer(
         keeps_control=bool(set(control) & loaded.control_terms.keys()),
         shows_reasoning=request.include_reasoning is not False,
     )
+
+
+def _is_switched_off(request: ChatCompletionRequest) -> bool:
+    """Whether the client wants no reasoning of a model that may choose."""
+    return request.reasoning_effort == "none" or (request.chat_template_kwargs or {}).get("enable_thinking") is False
 
 
 def _budget(request: ChatCompletionRequest, loaded: LoadedModel) -> int | None:

@@ -126,6 +126,11 @@ class Constraint:
             elif self.error is None:
                 self._look_ahead()
 
+    def check(self) -> None:
+        """Notice that a limit stopped the matcher while it made a mask, which is then worth nothing."""
+        if self._matcher is not None and self._matcher.is_error() and self.error is None:
+            self.error = first_line(self._matcher.get_error())
+
     def take_forced(self, limit: int) -> list[int]:
         """All forced tokens, at most `limit`, as if they had been computed."""
         tokens = []

@@ -153,6 +153,16 @@ def test_a_grammar_that_does_not_compile_is_the_requests_own_problem() -> None:
     assert text_of(run(engine, SamplingParams(max_tokens=3))) == "abc"
 
 
+def test_a_grammar_that_outgrows_its_limits_ends_its_own_request() -> None:
+    engine = make_engine(lambda work: ord("a" if work.num_outputs < 3 else "b"), max_model_len=640, num_pages=400)
+    engine.handle(AddRequest(request_id="other", prompt=[1], params=SamplingParams(max_tokens=300)))
+    outputs = run(engine, under(Grammar.regex("((a|aa)+){1,300}(b{1,300}){1,300}", parameter="guided_regex")))
+    last = last_of(outputs)
+    assert (last.finish_reason, last.parameter) == ("error", "guided_regex")
+    assert text_of(outputs).startswith("aaabb")
+    assert text_of(outputs, "other") == "aaa" + "b" * 297
+
+
 def test_a_request_may_leave_while_its_grammar_is_compiled() -> None:
     engine = make_engine()
     engine.handle(AddRequest(request_id="r", prompt=[1], params=under(Grammar.regex("[a-z]{1,50}(x|y)"), n=2)))
