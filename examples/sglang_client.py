@@ -1,7 +1,7 @@
 """What SGLang's frontend asks of a server, over plain HTTP: python examples/sglang_client.py [URL]
 
-The same calls that `sglang.RuntimeEndpoint` makes for gen(), select() and streams. Importing the package itself pulls
-in torch, which nothing here needs; where it is installed, its programs run against this server as they are:
+The same calls that `sglang.RuntimeEndpoint` makes for gen(), select() and streams. The package itself imports torch
+(since 0.4.4), which nothing here needs; where it is installed, its programs run against this server as they are:
 
     import sglang
     sglang.set_default_backend(sglang.RuntimeEndpoint("http://127.0.0.1:8000"))
