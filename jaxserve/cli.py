@@ -63,6 +63,10 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's API below /v1, a chat page at /."""
     config = EngineConfig(model=model, **engine)
+    if config.host_id:
+        from jaxserve.host_process import supervise
+
+        raise typer.Exit(supervise(config))
     settings = ServerSettings(**server)
     if replicas > 1:
         parsers = {name: getattr(settings, name) for name in ("tool_call_parser", "reasoning_parser")}

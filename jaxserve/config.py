@@ -43,6 +43,9 @@ class EngineConfig:
     mesh               devices along each axis, "data=4,tensor=2"; "": one device, or what dp, tp and ep say
     dp, tp, ep         the same axes one by one: data, tensor, expert; ep 0: not named (see mesh_shape). Rows, pages
                        and tokens of a step are per rank of data and expert
+    num_hosts, host_id, coordinator   processes that are one engine, this one's number, and HOST:PORT of host 0, whose
+                       next port is used as well; all need the same options
+    compare_hosts      for debugging: all hosts check that they compute the same steps
     expert_dispatch    how tokens reach experts on other devices: "gather", "all_to_all", or by tokens per step
     """
 
@@ -71,6 +74,10 @@ class EngineConfig:
     compile_cache_dir: str | None = None
     mesh: str = ""
     expert_dispatch: str = "auto"
+    num_hosts: int = 1
+    host_id: int = 0
+    coordinator: str = ""
+    compare_hosts: bool = False
     dp: int = 1
     tp: int = 1
     ep: int = 0
@@ -99,6 +106,22 @@ class EngineConfig:
             raise ValueError(f"memory_fraction: got {self.memory_fraction}; allowed: above 0 up to 0.95")
         _one_of("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCHES)
         self.mesh_shape()
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.num_hosts < 1 or not 0 <= self.host_id < self.num_hosts:
+            raise ValueError(
+                f"host_id, num_hosts: got {self.host_id}, {self.num_hosts}; allowed: 0 to num_hosts - 1 of 1 or more"
+            )
+        if self.num_hosts == 1:
+            return
+        host, colon, port = self.coordinator.rpartition(":")
+        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65535:
+            raise ValueError(f"coordinator: got {self.coordinator!r}; allowed: HOST:PORT of host 0, port 1 to 65534")
+        if self.mesh_shape().num_devices == 1:
+            raise ValueError("num_hosts: got more than one without a mesh; allowed: with mesh, dp, tp or ep")
+        if self.deterministic:
+            raise ValueError("deterministic: got True with several hosts; allowed: one host")
 
     def mesh_shape(self, num_experts: int = 0) -> MeshShape:
         """The mesh for a model with so many experts; without an `expert` axis they are split over `data`. Raises

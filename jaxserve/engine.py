@@ -160,6 +160,12 @@ class Engine:
             logger.exception("request %s could not be queued", message.request_id)
             self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
 
+    def _check_runner(self) -> None:
+        """Let a runner whose other hosts are gone say so, also while nothing runs."""
+        check = getattr(self._runner, "check", None)
+        if check is not None:
+            check()
+
     def _check_open(self, message: AddRequest | AddEmbedding) -> None:
         """Raise InvalidParameter for an id in flight, a full queue or a shutdown (the last two will pass)."""
         if message.request_id in self._groups or message.request_id in self._grammars:
@@ -226,6 +232,7 @@ class Engine:
         if self._failure is not None:
             raise EngineCrash(self._failure)
         try:
+            self._check_runner()
             self._expire()
             for compiled in self._grammars.take_ready(self._clock()):
                 self._take_compiled(compiled)

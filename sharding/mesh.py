@@ -10,6 +10,14 @@ from jax.sharding import AxisType, Mesh
 from jaxserve.sharding.shape import AXES, MeshShape
 
 
+def join_hosts(coordinator: str, num_hosts: int, host_id: int, *, timeout_s: int = 600) -> None:
+    """Make the devices of all hosts visible to each other. Before anything else asks for devices.
+
+    coordinator: HOST:PORT at which host 0 may listen. How a lost host is noticed: runner/host_link.py.
+    """
+    jax.distributed.initialize(coordinator, num_hosts, host_id, initialization_timeout=timeout_s)
+
+
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of axes data, expert, tensor over the first devices (all hosts' when there are several).
 

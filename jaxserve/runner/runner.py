@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,13 @@ from jaxserve.runner import memory
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
+from jaxserve.runner.host_link import HostLink, address_of
+from jaxserve.runner.planned_step import PlannedSamples, PlannedStep
 from jaxserve.runner.sharded_device import ShardedHandle, ShardedState, ShardedStepRunner
 from jaxserve.runner.sharded_step import ShardedPrograms
 from jaxserve.runner.sharded_warmup import SameOnAllRanks, ShardedFirstCall
 from jaxserve.runner.step import StepPrograms, split_model
+from jaxserve.runner.step_message import decode_step, encode_step
 from jaxserve.runner.warmup import CompileGuard, FirstCall, Progress, compile_programs, enable_compile_cache
 from jaxserve.scheduler.decision import (
     CacheGeometry,
@@ -39,7 +43,7 @@ from jaxserve.scheduler.decision import (
     StepDecision,
     StepResult,
 )
-from jaxserve.sharding.mesh import make_mesh
+from jaxserve.sharding.mesh import join_hosts, make_mesh
 
 if TYPE_CHECKING:
     from jaxserve.hub import ModelSource
@@ -83,6 +87,7 @@ class ModelRunner:
 
         source = source or resolve_model(config.model)
         model_config = load_config(source)
+        self._link = _join_hosts(config)
         options = resolve_options(config, jax.devices()[0].platform, model_config)
         options, mesh = place_on_mesh(config, model_config, options)
         model = load_model(source, model_config, options, progress=progress, mesh=mesh)
@@ -104,6 +109,7 @@ class ModelRunner:
         """A runner for a model that is built already. options: those it was built with; mesh, and the configuration
         of the whole model: for one that is split."""
         runner = cls.__new__(cls)
+        runner._link = None
         runner.source = None
         runner.tokenizer = None
         whole = model_config or model.config
@@ -124,11 +130,18 @@ class ModelRunner:
         self.model_config = model_config
         self.options = options
         self.dtype = options.dtype
+        self._compares_hosts = config.compare_hosts
         self._guard = CompileGuard()
         enable_compile_cache(config.compile_cache_dir)
         requested = config.max_model_len or options.max_model_len
         max_model_len = resolve_max_model_len(requested, model_config.max_position_embeddings)
         shapes = _resolve_shapes(config, model, model_config.vocab_size, options, max_model_len)
+        if self._link is not None:
+            shapes = dataclasses.replace(
+                shapes,
+                num_pages=self._link.agree(shapes.num_pages),
+                pages_per_row=self._link.agree(shapes.pages_per_row),
+            )
         max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
         programs = make_programs(model, shapes, options, mesh, hidden_size=model_config.hidden_size)
         state = DeviceState(programs.pages, shapes) if mesh is None else ShardedState(programs)
@@ -136,16 +149,24 @@ class ModelRunner:
         is_ready = config.warmup or options.deterministic
         compiled: dict[Any, Any] = {} if is_ready else _CompileOnUse(programs)
 
+        on_plan = None if self._link is None else self._send_plan
+
         def make_steps() -> Any:
             leaves = programs.model.leaves
             if mesh is None:
                 return StepRunner(compiled, leaves, state, shapes, eos, hidden_size=model_config.hidden_size)
-            return ShardedStepRunner(compiled, leaves, state, shapes, eos, programs)
+            return ShardedStepRunner(compiled, leaves, state, shapes, eos, programs, on_plan)
 
         if is_ready:
             wanted = {key: programs.program(key) for key in programs.all_keys()}
             first_call = FirstCall(make_steps()) if mesh is None else ShardedFirstCall(make_steps(), programs)
-            compile_programs(wanted, compiled, first_call=first_call, progress=progress)
+            if self._link is None:
+                compile_programs(wanted, compiled, first_call=first_call, progress=progress)
+            else:
+                compile_programs(wanted, compiled, progress=progress)
+                self._link.agree(0)  # a call waits for all hosts: nobody shall wait for a compiler there
+                for key in wanted:
+                    first_call(key)
         if options.deterministic:
             shapes = keep_equal_buckets(make_steps() if mesh is None else SameOnAllRanks(make_steps()))
             kept = set(dataclasses.replace(programs, shapes=shapes).all_keys())
@@ -162,6 +183,9 @@ class ModelRunner:
             max_model_len=max_model_len,
             num_ranks=options.mesh.num_ranks,
         )
+        if self._link is not None:
+            self._link.agree(0)
+            self._link.start_serving()
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -183,10 +207,47 @@ class ModelRunner:
         with self._guard.watch():
             return self._steps.collect(handle)
 
+    def check(self) -> None:
+        """Raise HostLost if another host of this engine is gone."""
+        if self._link is not None:
+            self._link.check()
+
+    def follow(self) -> None:
+        """On hosts other than the first: run what host 0 dispatches, until it closes the engine."""
+        link, steps = self._link, self._steps
+        assert link is not None and isinstance(steps, ShardedStepRunner)
+        outputs = None
+        num_steps = 0
+        while (body := link.receive_step()) is not None:
+            planned = decode_step(body)
+            num_steps += 1
+            if self._compares_hosts:
+                link.report_digest(num_steps, hashlib.sha256(encode_step(planned)).hexdigest())
+            if isinstance(planned, PlannedStep):
+                outputs = steps.run(planned)
+            else:
+                assert outputs is not None
+                outputs = steps.run_samples(outputs, planned)
+
+    def _send_plan(self, planned: PlannedStep | PlannedSamples) -> None:
+        assert self._link is not None
+        self._link.send_step(encode_step(planned))
+
     def close(self) -> None:
         """Wait for the device and release its memory. The runner is of no use afterwards."""
+        if self._link is not None:
+            self._link.close()
         jax.block_until_ready(self._steps.state.last_token)
         del self._steps
+
+
+def _join_hosts(config: EngineConfig) -> HostLink | None:
+    if config.num_hosts == 1:
+        return None
+    link = HostLink.join(config)
+    host, port = address_of(config.coordinator)
+    join_hosts(f"{host}:{port + 1}", config.num_hosts, config.host_id)
+    return link
 
 
 def resolve_options(config: EngineConfig, platform: str, model_config: ModelConfig | None = None) -> RuntimeOptions:
