@@ -41,5 +41,5 @@ def test_families(name: str, mesh: str, dispatch: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_on_every_mesh(name: str, mesh: str, dispatch: str) -> None:
     if name in ("mixtral", "gpt_oss"):  # six experts
-        mesh = {"expert=8": "data=2,expert=3", "data=2,expert=4": "expert=2,tensor=4"}.get(mesh, mesh)
+        mesh = {"expert=8": "data=4,expert=2", "data=2,expert=4": "expert=2,tensor=4"}.get(mesh, mesh)
     check(name, mesh, dispatch)
