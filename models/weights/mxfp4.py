@@ -14,7 +14,7 @@ _BIAS = 127
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """blocks uint8 [..., n, 16] (the low half of a byte first), scales uint8 [..., n] -> [..., 32 n] of `dtype`.
 
-    float32 and bfloat16 hold every value exactly but those of scales below 2**-125. Raises ValueError when the
+    float32 and bfloat16 hold every value of scales from 2**-125 to 2**125 exactly. Raises ValueError when the
     shapes do not fit.
     """
     if blocks.shape != (*scales.shape, BLOCK // 2):

@@ -39,6 +39,12 @@ def test_every_family(name: str, mesh: str) -> None:
     check(name, mesh)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mesh", [("phi3", "tensor=2"), ("smollm3", "tensor=2"), ("olmo2", "data=2")])
+def test_families_with_packed_weights_no_rotation_and_wide_norms(name: str, mesh: str) -> None:
+    check(name, mesh)
+
+
 @pytest.mark.parametrize("backend", ["xla", "cpu_ffi"])
 def test_attention_and_product_backends_under_the_mesh(backend: str) -> None:
     """qwen2 has heads of 16: the compiled kernels run on each device by themselves."""

@@ -36,6 +36,16 @@ def test_families(name: str, mesh: str, dispatch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name, mesh", [
+    ("qwen2_moe", "tensor=2"), ("olmoe", "expert=2"), ("deepseek_v2", "tensor=2"), ("deepseek_v2_lite", "expert=4"),
+    ("gpt_oss_mxfp4", "expert=2"),
+])  # fmt: skip
+def test_other_families(name: str, mesh: str) -> None:
+    """A shared expert behind a gate, norms over all heads, groups of experts, queries without a latent, MXFP4."""
+    check(name, mesh, "gather")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,tensor=2", "expert=8", "data=2,expert=4", "data=8,expert=1"])
 @pytest.mark.parametrize("name", FAMILIES)
