@@ -119,6 +119,7 @@ def _choice(request: ChatCompletionRequest, job: Job, index: int, outputs: list[
         logprobs=None,
         finish_reason=reason,  # type: ignore[arg-type]  # errors were raised before
         stop_reason=last.stop_reason,
+        matched_stop=schemas.matched_stop(last),
     )
     if request.logprobs:
         scores = [score for output in outputs for score in output.logprobs or ()]
@@ -204,9 +205,10 @@ class ChatChunks:
             parts.append(self._chunk(index, self._details(output), tail))
         if output.finish_reason is not None:
             reason = _reason(output.finish_reason, index in self._calling) or ""
-            delta = b'{},"logprobs":null,"finish_reason":"%b","stop_reason":%b' % (
+            delta = b'{},"logprobs":null,"finish_reason":"%b","stop_reason":%b,"matched_stop":%b' % (
                 reason.encode(),
                 _encode(output.stop_reason),
+                _encode(schemas.matched_stop(output)),
             )
             parts.append(self._chunk(index, delta, tail))
         return b"".join(parts)

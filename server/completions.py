@@ -136,6 +136,7 @@ def _choice(
         logprobs=logprobs,
         finish_reason=outputs[-1].finish_reason,  # type: ignore[arg-type]  # errors were raised before
         stop_reason=outputs[-1].stop_reason,
+        matched_stop=schemas.matched_stop(outputs[-1]),
     )
     if request.return_token_ids:
         choice.token_ids = [token for output in outputs for token in output.token_ids]
@@ -195,9 +196,10 @@ class CompletionChunks:
         if output.finish_reason is None:
             finish = b',"finish_reason":null,"stop_reason":null'
         else:
-            finish = b',"finish_reason":"%b","stop_reason":%b' % (
+            finish = b',"finish_reason":"%b","stop_reason":%b,"matched_stop":%b' % (
                 output.finish_reason.encode(),
                 _encode(output.stop_reason),
+                _encode(schemas.matched_stop(output)),
             )
         usage = b',"usage":' + _encode(self._usage.usage()) if self._usage_everywhere else b""
         return b"".join(

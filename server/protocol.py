@@ -161,6 +161,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens    the newer name of max_tokens; default: up to the context limit
     add_generation_prompt    open the assistant's turn (default: true unless continue_final_message)
     continue_final_message   the answer goes on where the last message ends
+    echo, add_special_tokens only false: a template writes its special tokens itself, an answer is the answer
     chat_template_kwargs     variables of the model's chat template
     tools, tool_choice, parallel_tool_calls   functions the model may call; "required" and a named function hold
     reasoning_effort         a variable of the template; "none" also means enable_thinking false, and where the
@@ -175,6 +176,8 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxserve.messages import RequestOutput
+from jaxserve.messages import FINISH_STOP, RequestOutput
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -33,13 +33,15 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """stop_reason: the stop string or stop token id that ended it; null for an end-of-sequence token."""
+    """stop_reason: the stop string or stop token id that ended it; null for an end-of-sequence token. matched_stop: the
+    same as SGLang tells it, with the id of the end-of-sequence token."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
+    matched_stop: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -101,6 +103,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
+    matched_stop: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -143,6 +146,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -201,6 +205,13 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorBody
+
+
+def matched_stop(last: RequestOutput) -> int | str | None:
+    """What ended a continuation, given its last output: a stop string, a stop token or an end-of-sequence token."""
+    if last.finish_reason != FINISH_STOP or last.stop_reason is not None:
+        return last.stop_reason
+    return last.token_ids[-1] if last.token_ids else None
 
 
 class UsageCount:

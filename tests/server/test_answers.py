@@ -246,3 +246,60 @@ def test_metrics_count_tokens(live: Live) -> None:
     prompt, output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
     assert [live.metric(name) for name in names] == [before[0] + prompt, before[1] + output]
     assert live.metric("vllm:time_to_first_token_seconds_count") >= 4
+
+
+def test_what_matched_is_told_as_sglang_does(live: Live) -> None:
+    fields = {"prompt": "Hello", "max_tokens": 400, "temperature": 0, "return_token_ids": True}
+    whole = live.complete(**fields)["choices"][0]
+    assert (whole["stop_reason"], whole["matched_stop"]) == (None, whole["token_ids"][-1])  # an end-of-sequence token
+    stop = whole["text"][10:13]
+    for choice in (
+        live.complete(**fields, stop=stop)["choices"][0],
+        live.stream_completion(**fields, stop=stop).choices()[-1],
+    ):
+        assert (choice["finish_reason"], choice["stop_reason"], choice["matched_stop"]) == ("stop", stop, stop)
+    cut = live.chat(max_tokens=2, ignore_eos=True)["choices"][0]
+    assert (cut["finish_reason"], cut["matched_stop"]) == ("length", None)
+    ended = live.stream_chat(temperature=0, max_tokens=400).choices()[-1]
+    assert ended["finish_reason"] == "stop" and isinstance(ended["matched_stop"], int)
+
+
+def test_the_prompt_alone_is_scored_with_max_tokens_zero(live: Live) -> None:
+    fields = {"prompt": "Hello you", "echo": True, "logprobs": 1, "temperature": 0}
+    more = live.complete(**fields, max_tokens=3, ignore_eos=True)["choices"][0]["logprobs"]
+    answer = live.complete(**fields, max_tokens=0)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("Hello you", "length", 0)
+    count = len(choice["logprobs"]["tokens"])
+    assert count == answer["usage"]["prompt_tokens"]
+    assert choice["logprobs"]["token_logprobs"] == more["token_logprobs"][:count]
+    events = live.stream_completion(**fields, max_tokens=0)
+    assert (events.text(), events.finish(), events.is_done) == ("Hello you", ["length"], True)
+    assert refused(live.post("/v1/completions", {"prompt": "a", "max_tokens": 0}))["param"] == "max_tokens"
+
+
+def test_named_tokens_stand_beside_the_best(live: Live) -> None:
+    fields = {"max_tokens": 3, "ignore_eos": True, "logprob_token_ids": [5, 9]}
+    for score in live.chat(**fields, logprobs=True, top_logprobs=1)["choices"][0]["logprobs"]["content"]:
+        assert [best["logprob"] for best in score["top_logprobs"][-2:]] == [-8.0, -12.0]
+    tops = live.complete(prompt="a", **fields, logprobs=0, return_tokens_as_token_ids=True)
+    for best in tops["choices"][0]["logprobs"]["top_logprobs"]:
+        assert best["token_id:5"] == -8.0 and best["token_id:9"] == -12.0
+    for body in ({"prompt": "a"}, {"prompt": "a", "logprobs": 1, "logprob_token_ids": [10**6]}):
+        assert refused(live.post("/v1/completions", {**fields, **body}))["param"] == "logprob_token_ids"
+
+
+def test_prompts_are_cut_at_either_end(live: Live) -> None:
+    ids = list(range(40, 60))
+    for side, kept in ((None, ids[-4:]), ("left", ids[-4:]), ("right", ids[:4])):
+        fields = {"truncate_prompt_tokens": 4, "return_token_ids": True, "max_tokens": 1}
+        if side:
+            fields["truncation_side"] = side
+        assert live.complete(prompt=ids, **fields)["choices"][0]["prompt_token_ids"] == kept
+
+
+def test_spaces_between_special_tokens_are_not_made(live: Live) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "spaces_between_special_tokens": True}
+    assert ok(live.post("/v1/completions", body))
+    error = refused(live.post("/v1/completions", {**body, "skip_special_tokens": False}))
+    assert error["param"] == "spaces_between_special_tokens"
