@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -79,6 +80,15 @@ def test_the_stack_is_not_copied() -> None:
     arguments = [jax.ShapeDtypeStruct((8, 256), "float32"), jax.ShapeDtypeStruct((16, 256, 256), "bfloat16")]
     compiled = COMPILED["xla"].lower(*arguments, jax.ShapeDtypeStruct((16,), "int32")).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 256 * 2
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_platforms_take_ragged_dot(platform: str) -> None:
+    """Lowered for a device that is not here."""
+    arguments = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in (
+        ((8, 64), "float32"), ((4, 32, 64), "bfloat16"), ((4,), "int32"))]  # fmt: skip
+    text = jax.export.export(COMPILED["xla"], platforms=[platform])(*arguments).mlir_module()
+    assert "ragged_dot" in text and "while" not in text
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])

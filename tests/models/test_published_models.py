@@ -16,7 +16,9 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.loading import load_config
 from jaxserve.pallas_kernels.pages import page_bytes
 
+from jaxserve.config import EngineConfig
 from jaxserve.hub import ModelSource
+from jaxserve.runner.runner import resolve_options
 
 YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict, int]] = {
@@ -195,6 +197,18 @@ def test_deepseek_v3(tmp_path: Path) -> None:
     assert sum(page_bytes(spec, 1, "bfloat16") for spec in specs) == 70272  # of one token
 
 
-def test_what_is_served_of_long_contexts(tmp_path: Path) -> None:
-    assert read("Phi-4-mini", tmp_path).trained_length == 4096
-    assert read("Mixtral-8x7B", tmp_path).trained_length is None
+def test_how_long_requests_may_be(tmp_path: Path) -> None:
+    """longrope computes as in training up to the trained length, unless someone asks for more."""
+    config = read("Phi-4-mini", tmp_path)
+    assert resolve_options(EngineConfig(), "cpu", config).max_model_len == 4096
+    assert resolve_options(EngineConfig(max_model_len=20000), "cpu", config).max_model_len == 20000
+    with pytest.raises(ValueError, match="max_model_len: got 200000; allowed: up to 131072"):
+        resolve_options(EngineConfig(max_model_len=200000), "cpu", config)
+    assert resolve_options(EngineConfig(), "cpu", read("Mixtral-8x7B", tmp_path)).max_model_len == 8192
+
+
+def test_latent_pages_are_float32_where_bfloat16_would_be_copied(tmp_path: Path) -> None:
+    config = read("DeepSeek-V3", tmp_path)
+    for platform, backend, expected in (("cpu", "auto", "float32"), ("gpu", "xla", "bfloat16")):
+        options = resolve_options(EngineConfig(attention_backend=backend), platform, config)
+        assert (options.dtype, options.page_dtype) == ("bfloat16", expected)
