@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import sys
+import time
 from typing import Any
 
 import alternating
@@ -162,7 +163,8 @@ def check_jumps(options: argparse.Namespace) -> bool:
 
 
 def check_cost(options: argparse.Namespace) -> bool:
-    """Time per output token, that is per step, while all rows decode."""
+    """Time per output token, that is per step, while all rows decode; and the processor time of all threads, which
+    says more than the clock on a machine that does other work."""
     rows, length = options.rows, options.output_tokens
     with make_llm(options, max_num_rows=rows, jump_forward=False, max_model_len=length + 256) as llm:
         grammar = Grammar.json_schema(ROWS_SCHEMA)
@@ -173,20 +175,28 @@ def check_cost(options: argparse.Namespace) -> bool:
                 temperature=0, max_tokens=length, ignore_eos=True, grammar=grammar if variant == "grammar" else None
             )
             llm.trace.clear()
+            before = time.process_time()
             llm.generate(prompts, params)
+            busy = (time.process_time() - before) / len(llm.trace)
             steps = [step for step in llm.trace if step.num_decodes == rows == step.num_tokens][1:-2]
             periods = [b.collect_end - a.collect_end for a, b in itertools.pairwise(steps)]
-            return {"ms a token, mean": statistics.fmean(periods) * 1e3, "ms a token, p50": _median(periods)}
+            return {
+                "ms a token, mean": statistics.fmean(periods) * 1e3,
+                "ms a token, p50": _median(periods),
+                "processor ms a token": busy * 1e3,
+            }
 
         for variant in ("free", "grammar"):
             measure(variant, 99)
         measured = alternating.run_rounds(("free", "grammar"), options.rounds, measure)
     mean = alternating.median_ratio(measured, "grammar", "free", "ms a token, mean")
     p50 = alternating.median_ratio(measured, "grammar", "free", "ms a token, p50")
-    ok = p50 <= MAX_COST
+    busy = alternating.median_ratio(measured, "grammar", "free", "processor ms a token")
+    ok = p50 <= MAX_COST and busy <= MAX_COST
     alternating.show(
         f"decode of {rows} rows, free and under a grammar", measured,
-        notes=[f"{'PASS' if ok else 'FAIL'}  grammar : free = {p50:.3f} (p50), {mean:.3f} (mean); wanted {MAX_COST}"],
+        notes=[f"{'PASS' if ok else 'FAIL'}  grammar : free = {p50:.3f} (p50), {mean:.3f} (mean), {busy:.3f} (processor "
+               f"time); wanted {MAX_COST}"],
         json_file=options.json, model=options.model, dtype=options.dtype, rounds=options.rounds,
     )  # fmt: skip
     return ok

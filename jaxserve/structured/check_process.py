@@ -4,8 +4,8 @@ The compiler recurses over what it reads, so a grammar can be made that overruns
 it. A front end therefore has each one compiled here first; the process may die, be killed when it takes too long, or
 run out of its memory, and nobody else notices. What passes needs less stack here than the engine's compiler has.
 
-stdin: for each grammar its length (4 bytes, little endian) and its text in UTF-8. stdout: the same with an error
-message, empty if there is none.
+stdin: for each grammar its length (4 bytes, little endian) and its text in UTF-8. stdout: READY once, then the same
+with an error message, empty if there is none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxserve.structured.compiler import LIMITS, first_line
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 16 << 20
 HEADER = struct.Struct("<I")
+READY = b"ready\n"
 
 
 def check(text: str) -> str:
@@ -36,6 +37,8 @@ def check(text: str) -> str:
 def serve() -> None:
     """Answer until stdin is closed."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
+    target.write(READY)
+    target.flush()
     while len(header := source.read(HEADER.size)) == HEADER.size:
         answer = check(source.read(HEADER.unpack(header)[0]).decode("utf-8", "replace")).encode()
         target.write(HEADER.pack(len(answer)) + answer)

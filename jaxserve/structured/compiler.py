@@ -40,13 +40,13 @@ class _Words:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._takes_options = hasattr(tokenizer, "encode_inside")
         self.eos_token_id = min(tokenizer.eos_token_ids)
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        special = set(tokenizer.special_ids)
-        words = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+        special = {token for token in tokenizer.special_ids if token < vocab_size}
+        self.special_token_ids = sorted(special)
+        words = map(tokenizer.token_bytes, range(min(tokenizer.vocab_size, vocab_size)))
         # The package marks control tokens with the byte FF, which no text in UTF-8 holds.
         self.tokens = [b"" if i not in special and b"\xff" in word else word for i, word in enumerate(words)]
 
@@ -57,9 +57,11 @@ class _Words:
 
 
 def make_vocabulary(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:
-    """vocab_size: of the model's logits, which may be padded. Takes a second per 100,000 tokens and holds the GIL."""
+    """vocab_size: of the model's logits, which may be padded, or fewer than the tokenizer's. Takes a second per 100,000 tokens and holds the GIL."""
     return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Words(tokenizer)), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_token_ids)
+        llguidance.TokenizerWrapper(_Words(tokenizer, vocab_size)),
+        n_vocab=vocab_size,
+        eos_token=sorted(token for token in tokenizer.eos_token_ids if token < vocab_size),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_slow_grammar_is_given_up(live: Live, monkeypatch: pytest.MonkeyPatch)
     assert "too long" in error["message"]
     monkeypatch.undo()
     assert live.chat(max_tokens=2, response_format=schema({"type": "integer"}))["choices"]
+
+
+def test_slow_grammars_do_not_keep_others_waiting(live: Live) -> None:
+    """Each of these takes the compiler far longer than its limit."""
+    chain = "\n".join(f'R{i}: "a" R{i + 1} "b"?' for i in range(2000))
+    slow = f'start: R0\n{chain}\nR2000: "x"'
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(live.chat_response, ebnf=f"{slow}\n// {n}") for n in range(2)]
+        for number in range(5):
+            assert live.chat(max_tokens=1, regex=f"b{{{number + 1}}}")["choices"]
+        assert not any(answer.done() for answer in asked)
+        assert all("too long" in refused(answer.result())["message"] for answer in asked)
 
 
 def test_answers_are_remembered_up_to_a_bound(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
