@@ -11,11 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxserve.config import ATTENTION_BACKENDS, DTYPES, EXPERT_DISPATCHES, MATMUL_BACKENDS, POLICIES, EngineConfig
+from jaxserve.config import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    EXPERT_DISPATCHES,
+    MATMUL_BACKENDS,
+    POLICIES,
+    QUANTIZATIONS,
+    WEIGHTS,
+    EngineConfig,
+)
 
 # Field of EngineConfig -> help. `model` is an argument of the commands, not an option.
 ENGINE_HELP = {
     "dtype": f"Type of the weights: {', '.join(DTYPES)}.",
+    "quantization": f"Quantise weights while they are read: {', '.join(QUANTIZATIONS)}.",
+    "weights": f"Weights that a file stores in blocks: {', '.join(WEIGHTS)}. stored: multiplied as they are; dense: "
+    "expanded when loaded.",
+    "check_weights": "Refuse checkpoints that hold NaN or infinity.",
     "page_dtype": f"Type of the cached K/V: {', '.join(DTYPES)}.",
     "max_model_len": "Longest prompt + output in tokens. Default: what the model allows, at most 8192.",
     "max_num_rows": "Requests that run at once.",

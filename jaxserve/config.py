@@ -7,6 +7,8 @@ import dataclasses
 from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
 
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+WEIGHTS = ("auto", "stored", "dense", "both")
 POLICIES = ("fcfs", "lpm", "priority")
 ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
 EXPERT_DISPATCHES = ("auto", "gather", "all_to_all")
@@ -20,6 +22,15 @@ class EngineConfig:
 
     model              name known to the resolver, Hugging Face id, folder or GGUF file
     dtype              "auto": bfloat16 weights (f32 results on CPU); "float32": everything in float32
+    quantization       weights that are quantised while they are read, one matrix at a time: "int8" and "fp8" with a
+                       scale per output, "int4" with scale and offset per 32 values; embedding and head are int8 with
+                       "int8" and "int4", of dtype with "fp8"
+    weights            weights that are stored in blocks (GGUF, AWQ, GPTQ, fp8, or by `quantization`): "stored":
+                       multiplied as they are at few rows, expanded for each product otherwise; "dense": expanded to
+                       dtype when loaded; "both": blocks for few rows and an expanded copy for many; "auto": on CPU
+                       both, or stored where memory is short; elsewhere stored for published quantised safetensors
+                       and for `quantization`, dense for GGUF
+    check_weights      refuse checkpoints with NaN or infinity in them
     page_dtype         type of cached K/V; "auto": bfloat16 where the attention backend writes it in place,
                        float32 with dtype float32
     max_model_len      longest prompt + output in tokens; None: what the model allows, at most 8192
@@ -51,6 +62,9 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    quantization: str = "none"
+    weights: str = "auto"
+    check_weights: bool = False
     page_dtype: str = "auto"
     max_model_len: int | None = None
     page_size: int | None = None
@@ -85,6 +99,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("page_dtype", self.page_dtype, DTYPES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("weights", self.weights, WEIGHTS)
         _one_of("policy", self.policy, POLICIES)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _one_of("matmul_backend", self.matmul_backend, MATMUL_BACKENDS)

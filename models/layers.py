@@ -10,7 +10,7 @@ from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
 from jaxserve.pallas_kernels.matmul.api import linear
-from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize
+from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, QuantizedWeight, take_rows
 from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 
 
@@ -75,9 +75,10 @@ class Embedding(nnx.Module):
         is_here = None
         if self.mesh.tensor > 1:
             token_ids, is_here = lookup_ids(token_ids, table.shape[0], self.mesh)
+        if isinstance(table, DoubleWeight):
+            table = table.stored
         if isinstance(table, QuantizedWeight):
-            rows = QuantizedWeight(table.codes[token_ids], table.kind, (token_ids.shape[0], table.shape[1]))
-            x = dequantize(rows)
+            x = take_rows(table, token_ids)
         else:
             x = table[token_ids].astype(jnp.float32)
         if is_here is not None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax
-from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
+from jaxserve.pallas_kernels.matmul.quantized import AnyWeight
 
-WeightValue = jax.Array | QuantizedWeight
+WeightValue = AnyWeight
 
 
 class Parameters(Protocol):

@@ -52,7 +52,15 @@ class EncoderRunner:
         config = dataclasses.replace(config, dtype=dtype)
         options = resolve_options(config, jax.devices()[0].platform)
         model_config = load_config(source)
-        model = load_model(source, model_config, options, progress=progress)
+        model = load_model(
+            source,
+            model_config,
+            options,
+            progress=progress,
+            check_weights=config.check_weights,
+            weights="stored" if config.weights == "auto" else config.weights,
+            quantization="" if config.quantization == "none" else config.quantization,
+        )
         self.source = source
         self.tokenizer: Tokenizer | None = load_tokenizer(source.path)
         self._start(config, model, options, progress)

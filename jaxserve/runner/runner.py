@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 _DEFAULT_MAX_MODEL_LEN = 8192
 _DEFAULT_PAGE_SIZE = {"cpu": 16}
 _OTHER_PAGE_SIZE = 64
+_EXPANDED_PER_FILE = 5
+_MAX_WEIGHT_SHARE = 0.5  # of free memory, for weights that could do with less
 
 
 class ModelRunner:
@@ -90,7 +92,19 @@ class ModelRunner:
         self._link = _join_hosts(config)
         options = resolve_options(config, jax.devices()[0].platform, model_config)
         options, mesh = place_on_mesh(config, model_config, options)
-        model = load_model(source, model_config, options, progress=progress, mesh=mesh)
+        weights = "dense"
+        if mesh is None:
+            weights = resolve_weights(config, options, source, memory.free_bytes(jax.devices()[0]))
+        model = load_model(
+            source,
+            model_config,
+            options,
+            progress=progress,
+            check_weights=config.check_weights,
+            weights=weights,
+            quantization="" if config.quantization == "none" else config.quantization,
+            mesh=mesh,
+        )
         self.source = source
         self.tokenizer = load_tokenizer(source.path)
         self._start(config, model, model_config, options, progress, self.tokenizer.eos_token_ids, mesh)
@@ -290,6 +304,24 @@ def _served_length(requested: int | None, model: ModelConfig) -> int:
         # Beyond it other frequencies apply, to short requests too: only where someone asks for it.
         requested = min(model.trained_length, model.max_position_embeddings)
     return resolve_max_model_len(requested, model.max_position_embeddings)
+
+
+def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: ModelSource, free_bytes: int) -> str:
+    """EngineConfig.weights, "auto" resolved for this model, these backends and this much free memory."""
+    if config.weights != "auto":
+        return config.weights
+    if options.matmul == "cpu_ffi" and options.dtype == "bfloat16":
+        # Blocks of four bits and a copy of sixteen are at most five times what the file has.
+        return "both" if _EXPANDED_PER_FILE * _file_bytes(source) < free_bytes * _MAX_WEIGHT_SHARE else "stored"
+    if options.dtype == "float32" and config.quantization == "none":
+        return "dense"
+    return "dense" if source.kind == "gguf" and config.quantization == "none" else "stored"
+
+
+def _file_bytes(source: ModelSource) -> int:
+    if source.path.is_file():
+        return source.path.stat().st_size
+    return sum(path.stat().st_size for path in source.path.glob("*.safetensors"))
 
 
 def resolve_max_model_len(requested: int | None, of_model: int) -> int:

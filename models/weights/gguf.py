@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
+from jaxserve.models.weights.gguf_blocks import form_of, kept_blocks
 from jaxserve.models.weights.gguf_file import GGUFFile
 
 _PLAIN = {GGMLQuantizationType.F32: np.dtype("<f4"), GGMLQuantizationType.F16: np.dtype("<f2")}
@@ -18,7 +19,6 @@ READABLE = (
     GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
 )  # fmt: skip
-_KEPT = {GGMLQuantizationType.Q8_0: "q8_0", GGMLQuantizationType.Q4_1: "q4_1"}
 _CHUNK_VALUES = 1 << 20  # values expanded to float32 at a time by one thread
 
 
@@ -65,5 +65,8 @@ class GGUFTensors:
         return out.reshape(tensor.shape)
 
     def stored(self, name: str) -> tuple[str, np.ndarray] | None:
-        kind = _KEPT.get(self.file.tensors[name].type)
-        return None if kind is None or len(self.file.tensors[name].shape) != 2 else (kind, self.file.stored(name))
+        tensor = self.file.tensors[name]
+        form = form_of(tensor.type)
+        if form is None or len(tensor.shape) != 2:
+            return None
+        return form, kept_blocks(self.file.stored(name), tensor.type)

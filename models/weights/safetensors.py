@@ -1,7 +1,7 @@
 """Tensors of a folder of safetensors files: one file, or shards with an index. No jax, no pickle.
 
-Format: https://github.com/huggingface/safetensors#format. Files are mapped, so that reading a tensor needs memory for
-that tensor alone, and a file that is too short is refused before anything is loaded.
+Format: https://github.com/huggingface/safetensors#format. Reading a tensor needs memory for that
+tensor alone, and a file that is too short is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jaxserve.models.special_tokens import read_json
+from jaxserve.models.weights.buffers import read_array
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("<f8"),
+}  # fmt: skip
+_RAW = {
+    "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype("<i4"), "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(np.uint8),
 }  # fmt: skip
 _SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8,
           "U64": 8, "C64": 8} | {name: dtype.itemsize for name, dtype in _DTYPES.items()}  # fmt: skip
@@ -42,7 +47,6 @@ class SafetensorsTensors:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._entries = _read_entries(folder)
-        self._maps: dict[Path, np.memmap] = {}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -54,17 +58,22 @@ class SafetensorsTensors:
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         entry = self._entries[name]
-        is_raw = dtype == np.uint8 and entry.dtype == "U8"
-        if entry.dtype not in _DTYPES and not is_raw:
+        if dtype == np.uint8 and entry.dtype == "U8":
+            return self.raw(name)
+        if entry.dtype not in _DTYPES:
             raise ValueError(f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; allowed: {', '.join(_DTYPES)}")
-        if entry.file not in self._maps:
-            # One open map at a time: pages of a shard that has been read leave memory with its map.
-            self._maps.clear()
-            self._maps[entry.file] = np.memmap(entry.file, np.uint8, "r")
-        stored = np.dtype(np.uint8) if is_raw else _DTYPES[entry.dtype]
-        end = entry.start + math.prod(entry.shape) * stored.itemsize
-        values = np.frombuffer(self._maps[entry.file][entry.start : end], stored).reshape(entry.shape)
-        return np.array(values, dtype)
+        return read_array(entry.file, entry.start, entry.shape, _DTYPES[entry.dtype], dtype)
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor's stored values; float8 as the bytes that they are."""
+        entry = self._entries[name]
+        if entry.dtype not in _RAW:
+            raise ValueError(f"{entry.file}: tensor {name!r} is stored as {entry.dtype}; allowed: {', '.join(_RAW)}")
+        return read_array(entry.file, entry.start, entry.shape, _RAW[entry.dtype], _RAW[entry.dtype])
+
+    def stored_dtype(self, name: str) -> str:
+        """The format's name of a tensor's type, for instance "F8_E4M3"."""
+        return self._entries[name].dtype
 
     def stored(self, name: str) -> None:
         return None

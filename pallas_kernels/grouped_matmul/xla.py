@@ -6,6 +6,7 @@ experts. A loop over the blocks that are there costs what they cost.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -58,8 +59,8 @@ def _in_blocks(x: jax.Array, w: jax.Array | QuantizedWeight, group_sizes: jax.Ar
 
 def _product(x: jax.Array, w: jax.Array | QuantizedWeight, group: jax.Array) -> jax.Array:
     if isinstance(w, QuantizedWeight):
-        one = QuantizedWeight(lax.dynamic_index_in_dim(w.codes, group, keepdims=False), w.kind, w.shape)
-        matrix = dequantize(one).astype(jnp.bfloat16)
+        one = dataclasses.replace(w, codes=lax.dynamic_index_in_dim(w.codes, group, keepdims=False))
+        matrix = dequantize(one).astype(w.expanded)
     else:
         matrix = _take(w, group)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))

@@ -6,18 +6,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
-from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize
+from jaxserve.pallas_kernels.matmul.quantized import (
+    BLOCK,
+    AnyWeight,
+    DoubleWeight,
+    JoinedWeight,
+    QuantizedWeight,
+    dequantize,
+)
 
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
 
 
-def linear(x: jax.Array, w: jax.Array | QuantizedWeight, *, backend: str) -> jax.Array:
+def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
     With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are
-    multiplied as stored at few rows, with x in float32; at many rows, and by XLA, they are expanded to bfloat16.
+    multiplied as stored by cpu_ffi at few rows, with x in float32; otherwise they are expanded for each product, to
+    bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
     Backend "cpu_ffi" takes its own kernels where they beat XLA: at few rows, which T fixes when a program is
     traced. Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
@@ -25,6 +33,10 @@ def linear(x: jax.Array, w: jax.Array | QuantizedWeight, *, backend: str) -> jax
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
     if x.ndim != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
+    if isinstance(w, DoubleWeight):
+        return linear(x, w.stored if _takes_blocks(x, backend) else w.dense, backend=backend)
+    if isinstance(w, JoinedWeight):
+        return jnp.concatenate([linear(x, part, backend=backend) for part in w.parts], axis=1)
     if isinstance(w, QuantizedWeight):
         return _linear_quantized(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
@@ -38,14 +50,23 @@ def linear(x: jax.Array, w: jax.Array | QuantizedWeight, *, backend: str) -> jax
     return linear_xla(x, w)
 
 
-def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
-    if backend == "cpu_ffi":
-        from jaxserve.pallas_kernels.matmul.cpu_ffi import STEP
-        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS, linear_cpu_quantized
+def _takes_blocks(x: jax.Array, backend: str) -> bool:
+    """Whether so few rows are better off with the blocks than with a copy in bfloat16."""
+    if backend != "cpu_ffi":
+        return False
+    from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS
 
-        if 0 < x.shape[0] <= MAX_ROWS and x.shape[1] and x.shape[1] % STEP == 0:
+    return x.shape[0] <= BLOCK_ROWS
+
+
+def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
+    if backend == "cpu_ffi" and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS, expand_cpu, linear_cpu_quantized
+
+        if x.shape[0] <= MAX_ROWS:
             return linear_cpu_quantized(x.astype(jnp.float32), w)
-    return linear_xla(x, dequantize(w).astype(jnp.bfloat16))
+        return linear_xla(x, expand_cpu(w))
+    return linear_xla(x, dequantize(w).astype(w.expanded))
 
 
 def linear_per_head(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -15,31 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
-    BF16,
-    F32,
-    I16,
-    arg,
-    data,
-    dim,
-    dtype,
-    free,
-    load_i64,
-    malloc,
-    num_threads,
-    rank,
-    ret,
-    store_i64,
-)
-from jaxserve.pallas_kernels.cpu_ffi.parallel import (
-    BAD_ARGUMENTS,
-    NO_MEMORY,
-    PLAN_HEAD,
-    PLAN_ITEMS,
-    PLAN_THREADS,
-    named,
-    register_handler,
-)
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import BF16, F32, I16
+from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
@@ -50,6 +27,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     emit_loop,
     void_intrinsic,
 )
+from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -61,9 +39,6 @@ STEP = 32  # elements of k per loop iteration; k must be a multiple
 BLOCK_ROWS = 4  # rows of x per register block
 _ITEM_BYTES = 65536  # weights per work item
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
-_X, _W = range(2)
-# The plan: where x lies in the type it is multiplied in, outputs per item.
-_X_AT, _PER_ITEM, _RAW, _PLAN_BYTES = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, 64
 
 
 class _BFloat(ir.Type):
@@ -226,57 +201,30 @@ def _make_handler(name: str, kind: str, is_paired: bool) -> tuple[Any, Any, Any]
     is_converted = kind != "float32"
 
     @named(name)
-    def check(frame):
-        x, w, y = arg(frame, _X), arg(frame, _W), ret(frame, 0)
-        if dtype(x) != F32 or dtype(w) != w_type or rank(x) != 2 or rank(w) != 2 or rank(y) != 2:
-            return False
-        if dim(x, 1) != dim(w, 1) or dim(x, 1) % STEP != 0 or dim(x, 1) == 0:
-            return False
-        return dim(y, 0) == dim(x, 0) and dim(y, 1) == dim(w, 0)
-
-    @named(name)
     def plan(frame):
-        if not check(frame):
+        k = frames.num_inputs(frame)
+        if not frames.has_shapes(frame, w_type, k, STEP):
             return BAD_ARGUMENTS
-        x, rows, k, outputs = data(arg(frame, _X)), dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), 0
-        outputs = dim(arg(frame, _W), 0)
-        raw = malloc(_PLAN_BYTES + 64 + (rows * k * size if is_converted else 0))
-        if raw == 0:
-            return NO_MEMORY
-        plan_address = (raw + 63) // 64 * 64
-        if is_converted:
-            target = plan_address + _PLAN_BYTES
-            for i in range(0, rows * k, STEP):
+        x, count = frames.x_data(frame), frames.num_rows(frame) * k
+        outputs = frames.num_outputs(frame)
+        threads = frames.num_workers(frame, outputs, k * size, _MIN_THREAD_BYTES)
+        made = frames.make_plan(outputs, threads, k * size, _ITEM_BYTES, count * size if is_converted else 0)
+        if is_converted and frames.is_plan(made):
+            target = frames.work_space(made)
+            for i in range(0, count, STEP):
                 convert(x + 4 * i, target + size * i)
-            x = target
-        w_bytes = outputs * k * size
-        threads = max(1, min(num_threads(frame), w_bytes // _MIN_THREAD_BYTES))
-        per_item = outputs
-        if threads > 1:
-            per_item = max(1, min(_ITEM_BYTES // (k * size), outputs // threads)) // 8 * 8
-            per_item = max(per_item, 8)
-        store_i64(plan_address, PLAN_ITEMS, (outputs + per_item - 1) // per_item if outputs > 0 else 0)
-        store_i64(plan_address, PLAN_THREADS, threads)
-        store_i64(plan_address, _X_AT, x)
-        store_i64(plan_address, _PER_ITEM, per_item)
-        store_i64(plan_address, _RAW, raw)
-        return plan_address
+        return made
 
     @named(name)
-    def body(frame, plan_address, i, worker):
-        rows, k, outputs = dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), dim(arg(frame, _W), 0)
-        per_item, x = load_i64(plan_address, _PER_ITEM), load_i64(plan_address, _X_AT)
-        first = i * per_item
-        count = min(per_item, outputs - first)
-        w, y = data(arg(frame, _W)) + first * k * size, data(ret(frame, 0)) + first * 4
+    def body(frame, plan, i, worker):
+        rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), frames.num_outputs(frame)
+        x = frames.work_space(plan) if is_converted else frames.x_data(frame)
+        first, count = frames.first_output(plan, i), frames.item_outputs(plan, i)
+        w, y = frames.w_data(frame) + first * k * size, frames.y_data(frame) + first * 4
         for m in range(0, rows, BLOCK_ROWS):
             block(
                 min(BLOCK_ROWS, rows - m), w, k * size, x + m * k * size, k * size, k,
                 y + m * outputs * 4, outputs * 4, count,
             )  # fmt: skip
 
-    @named(name)
-    def finish(frame, plan_address):
-        free(load_i64(plan_address, _RAW))
-
-    return plan, body, finish
+    return frames.parts(plan, body)

@@ -1,8 +1,9 @@
-"""Products of a few rows with quantised weights on CPU: the stored bytes are read once.
+"""Products with quantised weights on CPU: the stored bytes are read once.
 
-At few rows weights are expanded to float32 in registers. With more, a few outputs at a time are
-expanded in a work space that stays in the cache and multiplied there with all rows, so that expanding is paid
-once per weight. Either way the result is, bit for bit, that of the expanded weights.
+At very few rows weights are expanded to float32 in registers. With more, a few outputs at a time are expanded in a work
+space that stays in the cache and multiplied there with all rows, so that expanding is paid once per weight. Either way
+the result is, bit for bit, that of the expanded weights. Beyond MAX_ROWS the arithmetic costs more than the bytes: then
+expand_cpu writes the whole weight out for XLA.
 """
 
 from __future__ import annotations
@@ -13,162 +14,217 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    BF16,
     F32,
     FLOAT,
     I8,
+    I16,
     U8,
     arg,
     data,
     dim,
     dtype,
-    free,
-    load_i64,
-    malloc,
-    num_threads,
     rank,
     ret,
-    store_i64,
 )
-from jaxserve.pallas_kernels.cpu_ffi.parallel import (
-    BAD_ARGUMENTS,
-    NO_MEMORY,
-    PLAN_HEAD,
-    PLAN_ITEMS,
-    PLAN_THREADS,
-    named,
-    register_handler,
-)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
 from jaxserve.pallas_kernels.cpu_ffi.support import has_wide_vectors
-from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    ELEMENT_BYTES,
+    INT_VECTOR,
+    LANES,
+    VECTOR,
+    Emitter,
+    emit_loop,
+    void_intrinsic,
+)
+from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS, STEP, LoadWeights, make_block
-from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, row_bytes
+from jaxserve.pallas_kernels.matmul.quantized import BLOCK, FP8_SCALE, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
 
-MAX_ROWS = 64  # up to how many rows this beats expanding the whole weight for XLA (benchmarks/cpu_kernels.py)
-_DIRECT_ROWS = 2 * BLOCK_ROWS  # up to here expanding again for each block of rows is cheaper than a work space
-_OUTPUTS = 8  # expanded at once
+# Up to how many rows this beats expanding the weight for XLA (benchmarks/cpu_kernels.py).
+MAX_ROWS = 16
+FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
 _ITEM_BYTES = 32768  # of stored weights per work item
 _MIN_THREAD_BYTES = 32768
-_X, _W = range(2)
-_PER_ITEM, _RAW, _SPACE, _SPACE_BYTES, _PLAN_BYTES = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24, 64
 
 
 def linear_cpu_quantized(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """x [T, K] float32 times w [N, K] -> [T, N] float32; K is a multiple of STEP."""
-    call = jax.ffi.ffi_call(_handler(w.kind), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
+    call = jax.ffi.ffi_call(_product(w.kind), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
     return call(x, w.codes)
 
 
+def expand_cpu(w: QuantizedWeight) -> jax.Array:
+    """The values [N, K] in the dtype that the weight asks for; K is a multiple of STEP."""
+    call = jax.ffi.ffi_call(_expansion(w.kind, w.expanded), jax.ShapeDtypeStruct(w.shape, jnp.dtype(w.expanded)))
+    return call(w.codes)
+
+
 @functools.cache
-def _handler(kind: str) -> str:
+def _product(kind: str) -> str:
     name = f"jaxserve_linear_{kind}_w{int(has_wide_vectors())}"
-    return register_handler(name, lambda: _make_handler(name, kind))
+    return register_handler(name, lambda: _make_product(name, kind))
+
+
+@functools.cache
+def _expansion(kind: str, target: str) -> str:
+    name = f"jaxserve_expand_{kind}_{target}_w{int(has_wide_vectors())}"
+    return register_handler(name, lambda: _make_expansion(name, kind, target))
 
 
 def _loader(kind: str) -> LoadWeights:
     """STEP (one block of) stored weights as float32 vectors."""
-    block_bytes = BLOCK if kind == "int8" else row_bytes(kind, BLOCK)
-    bytes16 = ir.VectorType(I8, LANES)
+    size = block_bytes(kind)
+    bytes16, shorts16 = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 
     def load(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
         b = e.b
+        block = b.add(row, b.mul(b.udiv(i, e.const(BLOCK)), e.const(size)))
 
-        def half(address: ir.Value) -> ir.Value:
-            return e.splat(b.fpext(e.load(address, ir.HalfType(), 2), FLOAT))
+        def half(at: int) -> ir.Value:
+            return b.fpext(e.load(e.at(block, at), ir.HalfType(), 2), FLOAT)
 
-        block = b.add(row, b.mul(b.udiv(i, e.const(BLOCK)), e.const(block_bytes)))
-        if kind == "q4_1":
-            codes, nibble = e.load(e.at(block, 4), bytes16, 1), ir.Constant(bytes16, [4] * LANES)
-            parts = [b.and_(codes, ir.Constant(bytes16, [15] * LANES)), b.lshr(codes, nibble)]
-            factor, offset = half(block), half(e.at(block, 2))
-            return block, [e.fma(b.sitofp(b.zext(p, INT_VECTOR), VECTOR), factor, offset) for p in parts]
+        def byte(at: int, *, signed: bool = False) -> ir.Value:
+            value = e.load(e.at(block, at), I8, 1)
+            return b.sitofp(value, FLOAT) if signed else b.uitofp(value, FLOAT)
+
+        def nibbles(at: int) -> list[ir.Value]:
+            codes, four = e.load(e.at(block, at), bytes16, 1), ir.Constant(bytes16, [4] * LANES)
+            parts = [b.and_(codes, ir.Constant(bytes16, [15] * LANES)), b.lshr(codes, four)]
+            return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in parts]
+
+        def int8s(at: int) -> list[ir.Value]:
+            return [e.load_as_float(e.at(block, at + j), "int8") for j in (0, LANES)]
+
+        def fp8s(at: int) -> list[ir.Value]:
+            # The bits of a float16 with three bits of the exponent missing; conversion of those is exact in hardware,
+            # subnormal or not, and not subject to the thread's flush-to-zero mode.
+            def short(value: int) -> ir.Constant:
+                return ir.Constant(shorts16, [value] * LANES)
+
+            found = []
+            for j in (0, LANES):
+                wide = b.zext(e.load(e.at(block, at + j), bytes16, 1), shorts16)
+                sign = b.shl(b.and_(wide, short(0x80)), short(8))
+                bits = b.or_(sign, b.shl(b.and_(wide, short(0x7F)), short(7)))
+                found.append(b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR))
+            return found
+
+        def times(values: list[ir.Value], factor: ir.Value) -> list[ir.Value]:
+            wide = e.splat(factor)
+            return [b.fmul(value, wide) for value in values]
+
+        def fp8_factor(scale: ir.Value) -> ir.Value:
+            return b.fmul(scale, ir.Constant(FLOAT, FP8_SCALE))
+
         if kind == "int8":
-            start, factor = 0, e.splat(e.load(b.add(row, k), FLOAT, 1))
-        else:
-            start, factor = 2, half(block)
-        return block, [b.fmul(e.load_as_float(e.at(block, start + j), "int8"), factor) for j in (0, LANES)]
+            return block, times(int8s(0), e.load(b.add(row, k), FLOAT, 1))
+        if kind == "fp8":
+            return block, times(fp8s(0), fp8_factor(e.load(b.add(row, k), FLOAT, 1)))
+        if kind == "q8_0":
+            return block, times(int8s(2), half(0))
+        if kind == "q4_1":
+            factor, offset = e.splat(half(0)), e.splat(half(2))
+            return block, [e.fma(value, factor, offset) for value in nibbles(4)]
+        if kind == "q4_z":
+            zero = e.splat(byte(2))
+            return block, times([b.fsub(value, zero) for value in nibbles(4)], half(0))
+        if kind == "q4_k":
+            factor, offset = e.splat(b.fmul(half(0), byte(4))), e.splat(b.fmul(half(2), byte(5)))
+            return block, [b.fsub(b.fmul(value, factor), offset) for value in nibbles(6)]
+        if kind == "q6_k":
+            factors = [e.splat(b.fmul(half(0), byte(at, signed=True))) for at in (2, 3)]
+            return block, [b.fmul(value, factor) for value, factor in zip(int8s(4), factors)]
+        return block, times(fp8s(4), fp8_factor(e.load(block, FLOAT, 1)))
 
     return load
 
 
-def _make_expand(kind: str) -> Any:
-    """expand(row, target, k): one stored row to float32."""
+def _make_expand(kind: str, target_kind: str) -> Any:
+    """expand(row, target, k): one stored row to float32 or bfloat16."""
     load = _loader(kind)
 
     def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
+        size = ELEMENT_BYTES[target_kind]
         with emit_loop(e, 0, k, STEP) as (i, _):
             _, values = load(e, row, i, k)
             for j, value in enumerate(values):
-                e.store(value, e.at(e.b.add(target, e.b.mul(i, e.const(4))), 64 * j))
+                e.store_as(value, e.at(e.b.add(target, e.b.mul(i, e.const(size))), LANES * size * j), target_kind)
 
     return void_intrinsic((types.intp,) * 3, emit)
 
 
-def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
-    expand, expanded_block = _make_expand(kind), make_block("float32", False, prefetch=0)
+def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:
+    expand, expanded_block = _make_expand(kind, "float32"), make_block("float32", False, prefetch=0)
     stored_block = make_block("float32", False, load_weights=_loader(kind), prefetch=1)
-    tail, block_bytes = (4, BLOCK) if kind == "int8" else (0, row_bytes(kind, BLOCK))
+    stored_size, tail, outputs_at_once = block_bytes(kind), tail_bytes(kind), frames.OUTPUTS
 
     @named(name)
     def stored_bytes(frame):
-        return dim(arg(frame, _X), 1) // BLOCK * block_bytes + tail
+        return frames.num_inputs(frame) // BLOCK * stored_size + tail
 
     @named(name)
     def plan(frame):
-        x, w, y = arg(frame, _X), arg(frame, _W), ret(frame, 0)
-        if dtype(x) != F32 or dtype(w) != U8 or rank(x) != 2 or rank(w) != 2 or rank(y) != 2:
+        stored, outputs = stored_bytes(frame), frames.num_outputs(frame)
+        if not frames.has_shapes(frame, U8, stored, STEP):
             return BAD_ARGUMENTS
-        k, outputs = dim(x, 1), dim(w, 0)
-        if k == 0 or k % STEP != 0 or dim(w, 1) != stored_bytes(frame):
-            return BAD_ARGUMENTS
-        if dim(y, 0) != dim(x, 0) or dim(y, 1) != outputs:
-            return BAD_ARGUMENTS
-        threads = max(1, min(num_threads(frame), outputs * stored_bytes(frame) // _MIN_THREAD_BYTES))
-        per_item = outputs
-        if threads > 1:
-            per_item = min(_ITEM_BYTES // stored_bytes(frame), outputs // threads) // _OUTPUTS * _OUTPUTS
-        per_item = max(per_item, _OUTPUTS)
-        space = _OUTPUTS * k * 4
-        raw = malloc(_PLAN_BYTES + 64 + threads * space)
-        if raw == 0:
-            return NO_MEMORY
-        plan_address = (raw + 63) // 64 * 64
-        store_i64(plan_address, PLAN_ITEMS, (outputs + per_item - 1) // per_item)
-        store_i64(plan_address, PLAN_THREADS, threads)
-        store_i64(plan_address, _PER_ITEM, per_item)
-        store_i64(plan_address, _RAW, raw)
-        store_i64(plan_address, _SPACE, plan_address + _PLAN_BYTES)
-        store_i64(plan_address, _SPACE_BYTES, space)
-        return plan_address
+        threads = frames.num_workers(frame, outputs, stored, _MIN_THREAD_BYTES)
+        space = threads * outputs_at_once * frames.num_inputs(frame) * 4
+        return frames.make_plan(outputs, threads, stored, _ITEM_BYTES, space)
 
     @named(name)
-    def body(frame, plan_address, i, worker):
-        rows, k, outputs = dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), dim(arg(frame, _W), 0)
-        per_item, stored = load_i64(plan_address, _PER_ITEM), stored_bytes(frame)
-        x, w, y = data(arg(frame, _X)), data(arg(frame, _W)), data(ret(frame, 0))
-        space = load_i64(plan_address, _SPACE) + worker * load_i64(plan_address, _SPACE_BYTES)
-        if rows <= _DIRECT_ROWS:
-            first = i * per_item
-            count = min(per_item, outputs - first)
+    def body(frame, plan, i, worker):
+        rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), frames.num_outputs(frame)
+        stored, w, x, y = stored_bytes(frame), frames.w_data(frame), frames.x_data(frame), frames.y_data(frame)
+        first, count = frames.first_output(plan, i), frames.item_outputs(plan, i)
+        if rows <= FEW_ROWS:
             for m in range(0, rows, BLOCK_ROWS):
                 stored_block(
                     min(BLOCK_ROWS, rows - m), w + first * stored, stored, x + m * k * 4, k * 4, k,
                     y + (m * outputs + first) * 4, outputs * 4, count,
                 )  # fmt: skip
             return
-        for n in range(i * per_item, min(outputs, (i + 1) * per_item), _OUTPUTS):
-            count = min(_OUTPUTS, outputs - n)
-            for j in range(count):
+        space = frames.work_space(plan) + worker * outputs_at_once * k * 4
+        for n in range(first, first + count, outputs_at_once):
+            wide = min(outputs_at_once, first + count - n)
+            for j in range(wide):
                 expand(w + (n + j) * stored, space + j * k * 4, k)
             for m in range(0, rows, BLOCK_ROWS):
                 expanded_block(
                     min(BLOCK_ROWS, rows - m), space, k * 4, x + m * k * 4, k * 4, k,
-                    y + (m * outputs + n) * 4, outputs * 4, count,
+                    y + (m * outputs + n) * 4, outputs * 4, wide,
                 )  # fmt: skip
 
-    @named(name)
-    def finish(frame, plan_address):
-        free(load_i64(plan_address, _RAW))
+    return frames.parts(plan, body)
 
-    return plan, body, finish
+
+def _make_expansion(name: str, kind: str, target: str) -> tuple[Any, Any, Any]:
+    expand, size, target_type = _make_expand(kind, target), ELEMENT_BYTES[target], BF16 if target == "bfloat16" else F32
+    stored_size, tail = block_bytes(kind), tail_bytes(kind)
+
+    @named(name)
+    def stored_bytes(frame):
+        return dim(ret(frame, 0), 1) // BLOCK * stored_size + tail
+
+    @named(name)
+    def plan(frame):
+        w, y, stored = arg(frame, 0), ret(frame, 0), stored_bytes(frame)
+        if dtype(w) != U8 or dtype(y) != target_type or rank(w) != 2 or rank(y) != 2:
+            return BAD_ARGUMENTS
+        if dim(w, 0) != dim(y, 0) or dim(w, 1) != stored or dim(y, 1) % STEP != 0 or dim(y, 1) == 0:
+            return BAD_ARGUMENTS
+        threads = frames.num_workers(frame, dim(y, 0), stored, _MIN_THREAD_BYTES)
+        return frames.make_plan(dim(y, 0), threads, stored, _ITEM_BYTES, 0)
+
+    @named(name)
+    def body(frame, plan, i, worker):
+        k, stored = dim(ret(frame, 0), 1), stored_bytes(frame)
+        first, count = frames.first_output(plan, i), frames.item_outputs(plan, i)
+        w, y = data(arg(frame, 0)), data(ret(frame, 0))
+        for n in range(first, first + count):
+            expand(w + n * stored, y + n * k * size, k)
+
+    return frames.parts(plan, body)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 
 import gguf
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear
-from jaxserve.pallas_kernels.matmul.quantized import KINDS, QuantizedWeight, quantize_int8
+from jaxserve.pallas_kernels.matmul.quantized import (
+    KINDS,
+    DoubleWeight,
+    JoinedWeight,
+    QuantizedWeight,
+    dequantize,
+    joined,
+    quantize_int8,
+    take_rows,
+)
 
 BACKENDS = [
     "xla",
@@ -100,39 +111,144 @@ class TestSkinnyKernel:
         assert not wrong
 
 
-def _quantized(kind: str, outputs: int, k: int) -> tuple[QuantizedWeight, np.ndarray]:
-    """(a random weight, its values in float64 by the gguf package or by the definition)."""
+def _quantized(kind: str, outputs: int, k: int, *, expanded: str = "bfloat16") -> tuple[QuantizedWeight, np.ndarray]:
+    """(a random weight, its values in float64 by the gguf package or by the definition of the form)."""
     rng = np.random.default_rng(outputs)
     values = rng.standard_normal((outputs, k), np.float32)
     if kind == "int8":
-        weight = quantize_int8(values)
+        weight = dataclasses.replace(quantize_int8(values), expanded=expanded)
         rows = np.asarray(weight.codes)
         scale = np.ascontiguousarray(rows[:, k:]).view(np.float32).astype(np.float64)
         assert np.abs(rows[:, :k].view(np.int8) * scale - values).max() <= scale.max() * 0.5001
         return weight, rows[:, :k].view(np.int8) * scale
-    form = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_1": gguf.GGMLQuantizationType.Q4_1}[kind]
-    codes = gguf.quants.quantize(values, form)
-    weight = QuantizedWeight(jnp.asarray(codes), kind, (outputs, k))
-    return weight, gguf.quants.dequantize(codes, form).astype(np.float64)
+    if kind in ("q8_0", "q4_1"):
+        form = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_1": gguf.GGMLQuantizationType.Q4_1}[kind]
+        codes = gguf.quants.quantize(values, form)
+        expected = gguf.quants.dequantize(codes, form).astype(np.float64)
+    else:
+        codes, expected = _random_form(kind, outputs, k, rng)
+    return QuantizedWeight(jnp.asarray(codes), kind, (outputs, k), expanded), expected
+
+
+def _random_form(kind: str, outputs: int, k: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Every code may appear, subnormal numbers too; NaN never."""
+    count = (outputs, k // 32)
+
+    def halves(low: float, high: float) -> np.ndarray:
+        return (rng.uniform(low, high, count) * rng.choice([-1, 1], count)).astype(np.float16)
+
+    def as_bytes(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)[..., None].view(np.uint8)
+
+    def fp8(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        codes = rng.integers(0, 256, shape).astype(np.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 1
+        return codes, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+    if kind == "fp8":
+        codes, values = fp8((outputs, k))
+        scale = rng.uniform(1e-3, 2e-3, (outputs, 1)).astype(np.float32)
+        return np.concatenate([codes, scale.view(np.uint8)], axis=1), values * scale
+    nibbles = rng.integers(0, 16, (*count, 32))
+    packed = (nibbles[..., :16] | nibbles[..., 16:] << 4).astype(np.uint8)
+    d, m = halves(1e-3, 2e-2), halves(1e-3, 2e-2)
+    wide_d, wide_m = (part.astype(np.float64)[..., None] for part in (d, m))
+    if kind == "fp8_32":
+        codes, values = fp8((*count, 32))
+        scale = rng.uniform(1e-4, 2e-4, count).astype(np.float32)
+        blocks, expected = [as_bytes(scale), codes], values * scale[..., None]
+    elif kind == "q4_z":
+        zero = rng.integers(0, 17, count).astype(np.uint8)
+        blocks = [as_bytes(d), zero[..., None], np.zeros((*count, 1), np.uint8), packed]
+        expected = wide_d * (nibbles - zero[..., None].astype(np.float64))
+    elif kind == "q4_k":
+        a, b = (rng.integers(0, 64, count).astype(np.uint8) for _ in range(2))
+        blocks = [as_bytes(d), as_bytes(m), a[..., None], b[..., None], packed]
+        expected = wide_d * a[..., None] * nibbles - wide_m * b[..., None]
+    else:
+        assert kind == "q6_k"
+        factors = rng.integers(-128, 128, (*count, 2)).astype(np.int8)
+        codes = rng.integers(-32, 32, (*count, 32)).astype(np.int8)
+        blocks = [as_bytes(d), factors.view(np.uint8), codes.view(np.uint8)]
+        expected = wide_d * np.repeat(factors, 16, axis=-1) * codes
+    return np.concatenate(blocks, axis=-1).reshape(outputs, -1), expected.reshape(outputs, k)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestQuantizedWeights:
-    @pytest.mark.parametrize("rows", [1, 3, 7, 20, 70])
-    @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (67, 64)])
+    @pytest.mark.parametrize(("rows", "outputs", "k"), [(1, 67, 64), (7, 192, 576), (12, 67, 96), (40, 67, 64)])
     def test_close_to_float64(self, backend, kind, rows, outputs, k):
         weight, values = _quantized(kind, outputs, k)
         x, _ = _arrays(rows, outputs, k, "float32")
         out = np.asarray(_linear(x, weight, backend=backend))
         expected = np.asarray(x).astype(np.float64) @ values.T
         # Expanding to bfloat16 rounds x and w; the kernel for few rows rounds neither.
-        tolerance = 2e-6 if backend == "cpu_ffi" and rows <= 20 else 1e-2
+        tolerance = 2e-6 if backend == "cpu_ffi" and rows <= 16 else 1e-2
         assert np.abs(out - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0)
+
+    @pytest.mark.parametrize("rows", [3, 40])
+    def test_expanded_to_float32_where_asked(self, backend, kind, rows):
+        weight, values = _quantized(kind, 64, 96, expanded="float32")
+        x, _ = _arrays(rows, 64, 96, "float32")
+        out = np.asarray(_linear(x, weight, backend=backend))
+        expected = np.asarray(x).astype(np.float64) @ values.T
+        assert np.abs(out - expected).max() <= 2e-6 * max(np.abs(expected).max(), 1.0)
+
+    def test_dequantised_values(self, backend, kind):
+        """In float32 the products of scales and codes round once or twice."""
+        weight, values = _quantized(kind, 30, 128)
+        np.testing.assert_allclose(np.asarray(dequantize(weight)), values, rtol=3e-7, atol=3e-7 * np.abs(values).max())
+        rows = np.array([3, 0, 29, 3])
+        np.testing.assert_array_equal(
+            np.asarray(take_rows(weight, jnp.asarray(rows))), np.asarray(dequantize(weight))[rows]
+        )
 
     def test_wrong_codes_are_refused(self, backend, kind):
         weight, _ = _quantized(kind, 4, 64)
         with pytest.raises(ValueError, match=r"codes: got uint8 \(3, "):
             QuantizedWeight(weight.codes[:3], kind, weight.shape)
-        with pytest.raises(ValueError, match="kind: got 'q2_k'; allowed: int8, q8_0, q4_1"):
+        with pytest.raises(ValueError, match="kind: got 'q2_k'; allowed: int8, fp8, q8_0, q4_1"):
             QuantizedWeight(weight.codes, "q2_k", weight.shape)
+        with pytest.raises(ValueError, match="expanded: got 'float16'; allowed: bfloat16, float32"):
+            QuantizedWeight(weight.codes, kind, weight.shape, "float16")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_several_forms_are_one_product(backend):
+    parts = [_quantized("q4_k", 40, 64), _quantized("q6_k", 24, 64), _quantized("q6_k", 8, 64)]
+    dense = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+    weight = joined([part for part, _ in parts] + [jnp.asarray(dense)])
+    assert isinstance(weight, JoinedWeight) and weight.shape == (88, 64)
+    same = joined([part for part, _ in parts[1:]])
+    assert isinstance(same, QuantizedWeight) and same.shape == (32, 64)
+    x, _ = _arrays(5, 88, 64, "float32")
+    expected = np.asarray(x).astype(np.float64) @ np.concatenate([values for _, values in parts] + [dense]).T
+    found = np.asarray(_linear(x, weight, backend=backend))
+    np.testing.assert_allclose(found, expected, atol=(2e-6 if backend == "cpu_ffi" else 1e-2) * np.abs(expected).max())
+    np.testing.assert_array_equal(np.asarray(_linear(x, same, backend=backend)), found[:, 40:72])
+
+
+@pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("expanded", ["float32", "bfloat16"])
+def test_expansion_by_the_kernel_equals_that_by_xla(kind, expanded):
+    from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import expand_cpu
+
+    weight, _ = _quantized(kind, 67, 96, expanded=expanded)
+    found, expected = (np.asarray(jax.jit(f)(weight).astype(jnp.float32)) for f in (expand_cpu, dequantize))
+    step = 2.0**-8 if expanded == "bfloat16" else 3e-7
+    np.testing.assert_allclose(found, expected, rtol=step, atol=step * 1e-2 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_kept_twice_takes_the_form_that_suits_the_rows(backend):
+    weight, _ = _quantized("q4_1", 40, 64)
+    other = jnp.ones((40, 64), jnp.bfloat16)  # so that it shows which one was taken
+    both = DoubleWeight(weight, other)
+    assert both.shape == (40, 64)
+    for rows in (1, 4, 5, 40):
+        x, _ = _arrays(rows, 40, 64, "float32")
+        found = np.asarray(_linear(x, both, backend=backend))
+        one = weight if backend == "cpu_ffi" and rows <= 4 else other
+        np.testing.assert_array_equal(found, np.asarray(_linear(x, one, backend=backend)))

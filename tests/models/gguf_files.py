@@ -12,9 +12,17 @@ from jaxserve.models.family import GGUF_LAYER, GGUF_TOP, HF_LAYER, HF_TOP
 from safetensors.numpy import load_file
 
 
-def llama_gguf(folder: Path, target: Path, *, divisors: np.ndarray | None = None, **metadata: object) -> Path:
+def llama_gguf(
+    folder: Path,
+    target: Path,
+    *,
+    divisors: np.ndarray | None = None,
+    kinds: dict[str, GGMLQuantizationType] | None = None,
+    **metadata: object,
+) -> Path:
     """A tiny safetensors Llama as llama.cpp's converter would write it: float32, q and k ordered for a rotation of
-    neighbouring pairs. metadata: more keys, without the architecture."""
+    neighbouring pairs. kinds: part of a name -> how such tensors are stored. metadata: more keys, without the
+    architecture."""
     writer = gguf.GGUFWriter(target, "llama")
     wanted = {
         "block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96,
@@ -34,7 +42,11 @@ def llama_gguf(folder: Path, target: Path, *, divisors: np.ndarray | None = None
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             halves = values.reshape(-1, 2, head_dim // 2, values.shape[1])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(names[name], values)
+        kind = next((kind for part, kind in (kinds or {}).items() if part in names[name]), None)
+        if kind is None:
+            writer.add_tensor(names[name], values)
+        else:
+            writer.add_tensor(names[name], gguf.quants.quantize(values, kind), raw_dtype=kind)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     return _write(writer, target)

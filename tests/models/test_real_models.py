@@ -30,14 +30,14 @@ def references(name: str) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=2)
-def compiled(source: ModelSource, dtype: str, keep_quantized: bool) -> PagedSteps:
+def compiled(source: ModelSource, dtype: str, weights: str) -> PagedSteps:
     options = RuntimeOptions(dtype=dtype, attention="cpu_ffi", matmul="cpu_ffi", page_size=16)
-    model = load_model(source, load_config(source), options, keep_quantized=keep_quantized)
+    model = load_model(source, load_config(source), options, weights=weights)
     return PagedSteps(model, num_tokens=64, num_rows=1, pages_per_row=20)
 
 
-def steps_for(source: ModelSource, dtype: str, *, keep_quantized: bool = False) -> PagedSteps:
-    return compiled(source, dtype, keep_quantized).clear()
+def steps_for(source: ModelSource, dtype: str, *, weights: str = "dense") -> PagedSteps:
+    return compiled(source, dtype, weights).clear()
 
 
 def log_probabilities(steps: PagedSteps, case: dict[str, Any]) -> np.ndarray:
@@ -69,14 +69,14 @@ def test_greedy_tokens_and_log_probabilities_in_float32(name: str, packaged: Cal
     assert worst <= MAX_LOGPROB_ERROR
 
 
-@pytest.mark.parametrize("keep_quantized", [False, True], ids=["bfloat16", "as stored"])
-def test_smaller_weights_change_little(keep_quantized: bool, packaged: Callable[[str], ModelSource]) -> None:
+@pytest.mark.parametrize("weights", ["dense", "stored", "both"])
+def test_smaller_weights_change_little(weights: str, packaged: Callable[[str], ModelSource]) -> None:
     """The default on CPU, and blocks of the file multiplied as they are: mean KL divergence to float32 and agreement
     of the best token over all positions."""
     name = "smollm2-135m"
     divergences, agreements = [], []
     exact = steps_for(packaged(name), "float32")
-    rounded = steps_for(packaged(name), "bfloat16", keep_quantized=keep_quantized)
+    rounded = steps_for(packaged(name), "bfloat16", weights=weights)
     for case in references(name)[:10]:
         p, q = log_probabilities(exact, case), log_probabilities(rounded, case)
         divergences.append((np.exp(p) * (p - q)).sum(axis=1))
@@ -91,7 +91,7 @@ def test_stored_blocks_decode_to_the_same_weights(packaged: Callable[[str], Mode
     """Products of few rows take the blocks with float32 activations: only the order of sums differs from float32."""
     case = references("smollm2-135m")[3]
     exact = steps_for(packaged("smollm2-135m"), "float32")
-    kept = steps_for(packaged("smollm2-135m"), "float32", keep_quantized=True)
+    kept = steps_for(packaged("smollm2-135m"), "float32", weights="stored")
     for weight in (kept.model.embedding.table, kept.model.layers[0].attention.qkv.weight):
         assert isinstance(weight.get_value(), QuantizedWeight)
     ids = (case["prompt"] + case["tokens"])[:12]
