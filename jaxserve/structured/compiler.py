@@ -57,7 +57,8 @@ class _Words:
 
 
 def make_vocabulary(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:
-    """vocab_size: of the model's logits, which may be padded, or fewer than the tokenizer's. Takes a second per 100,000 tokens and holds the GIL."""
+    """vocab_size: of the model's logits, which may be padded, or fewer than the tokenizer's. Takes a second per 100,000
+    tokens and holds the GIL."""
     return llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(_Words(tokenizer, vocab_size)),
         n_vocab=vocab_size,
