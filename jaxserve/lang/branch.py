@@ -57,6 +57,24 @@ class ProgramRun:
             for branch in self.branches:
                 branch.close()
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all branches have ended and are done, those too that were never joined."""
+        return all([branch.is_finished for branch in self.branches])
+
+    def wait_finished(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_finished)
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Call back once, when the whole program is done; at once if it is."""
+        with self.changed:
+            unfinished = next((branch for branch in self.branches if not branch.is_finished), None)
+            if unfinished is not None:
+                unfinished.when_finished(lambda: self.when_finished(callback))
+                return
+        callback()
+
     def fail(self, error: BaseException) -> None:
         """End every branch with an error."""
         with self.changed:

@@ -175,6 +175,8 @@ class _Execution:
         with run.changed:
             for graph_branch, step in graph.log:
                 self._play(graph_branch, step)
+            for value in graph.calls:
+                self._future(value)
             run.end()
         result = graph.result
         self.state.set_result(lambda: self._known(result))

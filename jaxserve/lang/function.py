@@ -123,7 +123,7 @@ class Function:
             place.start_from(run.root.stream, prefix)
             state = ProgramState(run.root)
             self._execute_quietly(state, arguments)
-            state.sync()
+            run.wait_finished()
             return state
 
         with (

@@ -62,7 +62,8 @@ class GraphBranch:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One line of the graph. inputs: numbers of the nodes it needs beside the one before it in its branch."""
+    """One line of the graph. inputs: numbers of the nodes it needs beside the one before it in its branch; branches:
+    that a fork opens or a join ends."""
 
     number: int
     kind: str
@@ -70,6 +71,7 @@ class Node:
     depth: int
     branch: int
     inputs: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()
 
 
 class Graph:
@@ -80,6 +82,7 @@ class Graph:
         self.parameters = parameters
         self.root = GraphBranch(0)
         self.log: list[tuple[GraphBranch, Step]] = []  # all steps of all branches, in the order of the function
+        self.calls: list[Value] = []  # of call(), in the order of the function
         self.stopped: str | None = None
         self.result: Any = None
         self._num_branches = 1
@@ -138,23 +141,35 @@ class _Numbering:
 
     def of(self, graph: Graph) -> list[Node]:
         self._walk(graph.root, 0)
+        for value in graph.calls:  # those whose value nothing needs are made all the same
+            self._node_of(value, 0, 0)
         return self._nodes
 
-    def _add(self, kind: str, label: str, depth: int, branch: int, inputs: tuple[int, ...] = ()) -> int:
+    def _add(
+        self,
+        kind: str,
+        label: str,
+        depth: int,
+        branch: int,
+        inputs: tuple[int, ...] = (),
+        branches: tuple[int, ...] = (),
+    ) -> int:
         number = len(self._nodes)
-        self._nodes.append(Node(number, kind, label, depth, branch, inputs))
+        self._nodes.append(Node(number, kind, label, depth, branch, inputs, branches))
         return number
 
     def _walk(self, branch: GraphBranch, depth: int) -> None:
         number = branch.number
         for step in branch.steps:
             if isinstance(step, ForkStep):
-                self._add("fork", str(len(step.children)), depth, number)
+                opened = tuple(child.number for child in step.children)
+                self._add("fork", str(len(opened)), depth, number, branches=opened)
                 for child in step.children:
                     self._walk(child, depth + 1)
             elif isinstance(step, JoinStep):
-                numbers = ", ".join(str(child.number) for child in step.children)
-                self._add("join", f"{step.mode} of branches {numbers}", depth, number)
+                ended = tuple(child.number for child in step.children)
+                label = f"{step.mode} of branches {', '.join(map(str, ended))}"
+                self._add("join", label, depth, number, branches=ended)
             elif isinstance(step, SetStep):
                 found = [self._node_of(each, depth, number) for each in values_in(step.value)]
                 inputs = tuple(dict.fromkeys(each for each in found if each is not None))

@@ -41,8 +41,8 @@ class ProgramState:
         self._result = result
 
     def when_finished(self, callback: Callable[[], None]) -> None:
-        """Call back once the program has ended and all of it is done; at once if it is. From any thread."""
-        self._branch.when_finished(callback)
+        """Call back once the program has ended and all its branches are done; at once if it is. From any thread."""
+        self._branch.run.when_finished(callback)
 
     # Roles and scopes
 

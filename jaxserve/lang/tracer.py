@@ -138,8 +138,8 @@ class TracedState(ProgramState):
 
 
 @contextlib.contextmanager
-def _tracing_on() -> Iterator[None]:
-    token = _tracing.set(True)
+def _tracing_on(graph: Graph) -> Iterator[None]:
+    token = _tracing.set(graph.calls)
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def trace_program(program: Function, arguments: dict[str, Any]) -> Trace:
         if name not in given and is_single and not has_default:
             given[name] = Value(name, source=name)
     state = TracedState(graph, graph.root)
-    with _tracing_on():
+    with _tracing_on(graph):
         try:
             graph.result = program.func(state, **given)
         except NeedsValue as need:

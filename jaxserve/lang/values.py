@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from jaxserve.lang.expressions import Expr, Reference, as_expr
 
-_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxserve_lang_tracing", default=False)
+# While a program is traced: the calls it has made so far.
+_tracing: contextvars.ContextVar[list[Value] | None] = contextvars.ContextVar("jaxserve_lang_tracing", default=None)
 
 
 class NeedsValue(BaseException):
@@ -150,9 +151,12 @@ def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     Give functions to call() that need the text of what was generated (a tool, a parser) or that must not be called
     while a program is only traced. Of two calls neither waits for the other, unless it takes its value.
     """
-    if _tracing.get() or any(True for _ in values_in((args, keywords))):
-        return _computed(function, *args, **keywords)
-    return function(*args, **keywords)
+    calls = _tracing.get()
+    if calls is None:
+        return function(*args, **keywords)
+    value = _computed(function, *args, **keywords)
+    calls.append(value)
+    return value
 
 
 def values_in(thing: Any) -> Iterator[Value]:

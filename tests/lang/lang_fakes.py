@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from jaxserve import SamplingParams
@@ -39,8 +41,22 @@ class AsciiTokenizer:
         return text + ("[assistant]" if add_generation_prompt else ""), ""
 
 
+class SlowRunner(SimulatedRunner):
+    """Takes its time for each step, as a device does."""
+
+    def collect(self, handle):
+        time.sleep(0.005)
+        return super().collect(handle)
+
+
 def make_llm(
-    *, num_pages: int = 600, page_size: int = 4, max_num_rows: int = 16, max_model_len: int = 1024, **options
+    *,
+    num_pages: int = 600,
+    page_size: int = 4,
+    max_num_rows: int = 16,
+    max_model_len: int = 1024,
+    runner_class: type[SimulatedRunner] = SimulatedRunner,
+    **options,
 ) -> LLM:
     geometry = CacheGeometry(
         num_pages=num_pages,
@@ -62,7 +78,7 @@ def make_llm(
         page_size=page_size,
     )
     config = EngineConfig(max_num_rows=max_num_rows, max_step_tokens=128, **options)
-    runner = SimulatedRunner(geometry, vocab_size=VOCAB)
+    runner = runner_class(geometry, vocab_size=VOCAB)
     return LLM.from_engine(
         Engine(runner, AsciiTokenizer(), config, model=model), default_params=SamplingParams(max_tokens=8)
     )

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from lang_fakes import make_llm, written
+from lang_fakes import SlowRunner, make_llm, written
 
 from benchmarks.prefill_meter import PrefillMeter
 from jaxserve import lang
@@ -336,15 +336,18 @@ def test_images_are_a_clear_error(llm):
         assert "no model here takes" in str(state.error())
 
 
-def test_streaming_gives_pieces_of_text_and_of_variables(llm):
+def test_streaming_gives_pieces_of_text_and_of_variables():
     def program(s):
         s += "stream" + lang.gen("a", max_tokens=9) + "-" + lang.gen("b", max_tokens=9)
 
-    state = run(llm, program, stream=True)
-    pieces = list(state.text_iter("b"))
-    assert len(pieces) > 1 and "".join(pieces) == state["b"]
-    assert "".join(state.text_iter()) == state.text() == "stream" + state["a"] + "-" + state["b"]
-    assert list(run(llm, program).text_iter("a")) == [state["a"]]
+    with make_llm(runner_class=SlowRunner) as slow:
+        state = run(slow, program, stream=True)
+        pieces = list(state.text_iter("b"))
+        assert len(pieces) > 1 and "".join(pieces) == state["b"]
+        state = run(slow, program, stream=True)
+        pieces = list(state.text_iter())
+        assert len(pieces) > 3 and "".join(pieces) == state.text() == "stream" + state["a"] + "-" + state["b"]
+        assert list(run(slow, program).text_iter("a")) == [state["a"]]
 
 
 def test_streaming_with_asyncio(llm):

@@ -1,7 +1,8 @@
 """Choices scored in the engine: one request for what they share, one for each that has more than one token. No jax.
 
-The shared prefix is computed once. Its last position gives the score of every first token; a choice of k tokens then
-computes k - 1 of them behind the shared pages, all choices in one step, and nothing is sampled.
+The shared prefix is computed once, with what all choices begin with. Its last position gives the score of every token
+that may follow; a choice then computes its own tokens but the last behind the shared pages, all choices in one step,
+and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.lang.choices import Scored
+from jaxserve.lang.context import common_prefix
 from jaxserve.messages import RequestOutput
 from jaxserve.outputs import raise_for_error
 from jaxserve.sampling_params import SamplingParams
@@ -107,21 +109,26 @@ class _Scoring:
         """Ask for what is to be written into `scores`; an empty list there is not wanted."""
         wanted = [index for index, row in enumerate(scores) if row]
         base = "" if is_alone else None  # None: where the branch is
-        firsts = list(dict.fromkeys(self._choices[index][0] for index in wanted)) if prefix else []
+        # What all choices begin with is computed and scored with the prefix.
+        choices = [self._choices[index] for index in wanted]
+        begin = choices[0][: min([common_prefix(choices[0], each) for each in choices])]
+        begin = begin[: min(map(len, choices)) - 1] if prefix else []
+        shared_prompt, place = prefix + begin, len(begin)
+        firsts = list(dict.fromkeys(choice[place] for choice in choices)) if prefix else []
         for start in range(0, len(firsts), self._scorer._max_next):
             tokens = firsts[start : start + self._scorer._max_next]
-            pin = self._request(prefix, tokens, len(prefix), base, _FirstTokens(self, scores, wanted, tokens))
+            take = _SharedTokens(self, scores, wanted, len(prefix), place, tokens)
+            pin = self._request(shared_prompt, tokens, len(prefix), base, take)
             base = base or pin.request_id
         shared = self._pins[-1] if firsts else None
         pins = []
         for index in wanted:
             choice = self._choices[index]
             pin = shared
-            if len(choice) > 1:
-                prompt = prefix + choice[:-1]
-                pin = self._request(
-                    prompt, choice[-1:], len(prefix) + 1, base, _RestOfChoice(scores[index], len(prefix))
-                )
+            if len(choice) > place + 1:
+                first = place + 1 if prefix else 1
+                take = _OwnTokens(scores[index], len(prefix), first)
+                pin = self._request(prefix + choice[:-1], choice[-1:], len(prefix) + first, base, take)
             pins.append(pin)
         if not is_alone:
             self._pin_of = pins
@@ -175,34 +182,52 @@ class _Scoring:
         self._finish(scores, alone, used)
 
 
-class _FirstTokens:
-    """Writes the scores of first tokens to every choice that begins with them."""
+class _SharedTokens:
+    """Writes the scores of what all choices begin with, and of the token behind it to each choice that has it."""
 
-    def __init__(self, scoring: _Scoring, scores: list[list[float | None]], wanted: list[int], tokens: list[int]):
+    def __init__(
+        self,
+        scoring: _Scoring,
+        scores: list[list[float | None]],
+        wanted: list[int],
+        start: int,
+        place: int,
+        tokens: list[int],
+    ) -> None:
         self._scoring = scoring
         self._scores = scores
         self._wanted = wanted
+        self._start = start
+        self._place = place
         self._tokens = tokens
 
     def __call__(self, output: RequestOutput) -> None:
         assert output.next_logprobs is not None
         found = dict(zip(self._tokens, output.next_logprobs, strict=True))
         for index in self._wanted:
-            first = self._scoring._choices[index][0]
-            if first in found:
-                self._scores[index][0] = found[first]
+            row = self._scores[index]
+            for k in range(self._place):
+                row[k] = _prompt_score(output, self._start + k)
+            token = self._scoring._choices[index][self._place]
+            if token in found:
+                row[self._place] = found[token]
 
 
-class _RestOfChoice:
-    """Writes the scores of all tokens but the first."""
+class _OwnTokens:
+    """Writes the scores of a choice's tokens from `first` on."""
 
-    def __init__(self, row: list[float | None], start: int) -> None:
+    def __init__(self, row: list[float | None], start: int, first: int) -> None:
         self._row = row
         self._start = start
+        self._first = first
 
     def __call__(self, output: RequestOutput) -> None:
         assert output.next_logprobs is not None
-        for index in range(1, len(self._row) - 1):
-            score = None if output.prompt_logprobs is None else output.prompt_logprobs[self._start + index]
-            self._row[index] = None if score is None else score.logprob
+        for index in range(self._first, len(self._row) - 1):
+            self._row[index] = _prompt_score(output, self._start + index)
         self._row[-1] = output.next_logprobs[0]
+
+
+def _prompt_score(output: RequestOutput, index: int) -> float | None:
+    score = None if output.prompt_logprobs is None else output.prompt_logprobs[index]
+    return None if score is None else score.logprob
