@@ -109,7 +109,8 @@ def workloads(size: int, max_tokens: int) -> dict[str, tuple[Any, list[dict[str,
     questions = [
         f"{index + 2} boxes hold 12 eggs each. {index + 3} eggs break. How many are left?" for index in range(size)
     ]
-    reviews = [f"{number} days ago I bought it, and {review}" for number in "2345" for review in few_shot.REVIEWS]
+    people = ["Anna", "Ben", "Clara", "David", "Eva", "Felix", "Greta", "Hans", "Ida", "Jonas", "Klara", "Leo"]
+    reviews = [f"{name} says: {few_shot.REVIEWS[index % 5]}" for index, name in enumerate(people)]
     cities = ["Italy", "France", "Spain", "Egypt", "Austria", "Hungary", "Poland", "Portugal"]
     names = ["Harry Potter", "Ron Weasley", "Hermione Granger", "Draco Malfoy", "Luna Lovegood", "Cho Chang"]
     tokens = {"max_tokens": max_tokens}
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--programs", help="names, with commas between; default: all")
     parser.add_argument("--size", type=int, default=6, help="programs in a batch")
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--max-num-rows", type=int, default=32)
+    parser.add_argument("--max-num-rows", type=int, default=64)
     parser.add_argument("--counts-only", action="store_true", help="no times: prompt tokens alone")
     options = parser.parse_args()
     work = workloads(options.size, options.max_tokens)

@@ -157,7 +157,7 @@ class RuntimeEndpoint(Backend):
         """Scores of the tokens from `start` on. Nothing is generated, and what they share is computed once."""
         body = {
             "input_ids": prompts,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0, "sampling_seed": 0},
             "return_logprob": True,
             "logprob_start_len": max(start - 1, 0),  # whose own entry has no score
             "return_text_in_logprobs": True,

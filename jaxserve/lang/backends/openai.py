@@ -203,7 +203,7 @@ class OpenAI(Backend):
 
     async def _echo(self, texts: list[str]) -> list[list[tuple[int, str, float | None]]]:
         """(offset, token, log-probability) of each token of each text."""
-        body = {"model": self.model_name, "prompt": texts, "max_tokens": 1, "temperature": 0, "echo": True}
+        body = {"model": self.model_name, "prompt": texts, "max_tokens": 1, "temperature": 0, "seed": 0, "echo": True}
         answer = await self._http.post("/completions", {**body, "logprobs": 1})
         result = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
