@@ -62,7 +62,7 @@ class MLAAttention(nnx.Module):
         q_rope = rotate(q_rope, *rotation, is_interleaved=self.is_interleaved)
         k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=self.is_interleaved)[:, 0]
         out, pages = mla_attention(
-            linear_per_head(q_nope, self.k_b.get_value()),
+            linear_per_head(q_nope, self.k_b.get_value(), backend=self.options.matmul),
             q_rope,
             self.kv_a_norm(latent),
             k_rope,
@@ -73,4 +73,5 @@ class MLAAttention(nnx.Module):
             backend=self.options.attention,
             deterministic=self.options.deterministic,
         )
-        return self.out(linear_per_head(out, self.v_b.get_value()).reshape(num_tokens, -1)), pages
+        values = linear_per_head(out, self.v_b.get_value(), backend=self.options.matmul)
+        return self.out(values.reshape(num_tokens, -1)), pages

@@ -69,9 +69,20 @@ def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Arr
     return linear_xla(x, dequantize(w).astype(w.expanded))
 
 
-def linear_per_head(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, H, K] float32 times w [H, N, K], head by head -> [T, H, N] float32; types as in `linear`."""
-    num_tokens = x.shape[0]
+def linear_per_head(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
+    """x [T, H, K] float32 times w [H, N, K], head by head -> [T, H, N] float32; types and backend as in `linear`."""
+    if backend not in MATMUL_BACKENDS:
+        raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
+    num_tokens, num_heads, columns = x.shape
+    if backend == "cpu_ffi":
+        # Loaded only here: they need numba, which other platforms do without.
+        from jaxserve.pallas_kernels.grouped_matmul.cpu_ffi import grouped_matmul_cpu
+        from jaxserve.pallas_kernels.matmul.cpu_ffi import MAX_ROWS, STEP
+
+        if 0 < num_tokens <= MAX_ROWS[w.dtype.name] and columns and columns % STEP == 0:
+            rows = x.swapaxes(0, 1).reshape(num_heads * num_tokens, columns)
+            out = grouped_matmul_cpu(rows, w, jnp.full((num_heads,), num_tokens, jnp.int32))
+            return out.reshape(num_heads, num_tokens, -1).swapaxes(0, 1)
     if num_tokens < _MIN_XLA_ROWS:
         x = jnp.pad(x, ((0, _MIN_XLA_ROWS - num_tokens), (0, 0), (0, 0)))
     out = lax.dot_general(x.astype(w.dtype), w, (((2,), (2,)), ((1,), (0,))), preferred_element_type=jnp.float32)
