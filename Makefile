@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-mosaic check-python lint format clean distclean
+.PHONY: help serve test test-mosaic ray-test check-python lint format clean distclean
 
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
@@ -83,6 +83,16 @@ $(MOSAIC_READY): pyproject.toml constraints.txt
 	@"$(MOSAIC_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  jax numpy pytest pytest-timeout hypothesis
 	@"$(MOSAIC_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch "$@"
+
+RAY_READY := $(VENV)/.ready-ray
+
+ray-test: $(RAY_READY)  ## a local Ray cluster: two replicas, one is lost, serving goes on
+	$(BIN)/python -m pytest tests/ray -m ray -s $(PYTEST_ARGS)
+
+$(RAY_READY): $(TEST_READY)
+	@echo "Installing Ray Serve into $(VENV) (once; some hundred MB)"
+	@$(INSTALL) -e '.[test,ray]' || { echo "The installation failed: pip's message is above." >&2; exit 1; }
 	@touch "$@"
 
 # import-linter walks one folder per package; here the namespace is spread over five, so it gets them as one.

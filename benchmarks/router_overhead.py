@@ -99,9 +99,8 @@ async def _measure(port: int, rate: float, seconds: float, body_bytes: int) -> t
         client = idle.pop() if idle else (await loop.create_connection(_Client, "127.0.0.1", port))[1]
         text = f"{number % 50} " * (body_bytes // 3)
         body = json.dumps({"model": "m", "prompt": text, "stream": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}"
         start = time.perf_counter()
         await asyncio.wait_for(client.ask(head.encode() + b"\r\n\r\n" + body), 30)
         end = time.perf_counter()

@@ -11,7 +11,7 @@ import typer
 import jaxserve
 from jaxserve import cli_plan
 from jaxserve.bench.command import bench_app
-from jaxserve.cli_fleet import RoutingOptions, run_router_command, serve_replicas
+from jaxserve.cli_fleet import RoutingOptions, deploy_ray, run_router_command, serve_replicas
 from jaxserve.cli_options import refuse_engine_options, with_engine_options, with_options_of, with_server_options
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.sampling_params import SamplingParams
@@ -111,12 +111,31 @@ def router(
     worker_key: Annotated[
         str | None, typer.Option(help="Key for the router's own questions to workers.", envvar="JAXSERVE_WORKER_KEY")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A host name that requests may be for (see: serve).")
+    ] = None,
 ) -> None:
     """Serve many servers as one: requests go where their prefix is cached, unless load is out of balance."""
     status = run_router_command(
-        routing, workers=workers or [], host=host, port=port, api_keys=api_key or [], worker_key=worker_key
-    )
+        routing, workers=workers or [], host=host, port=port, api_keys=api_key or [], worker_key=worker_key,
+        allowed_hosts=allowed_host or [],
+    )  # fmt: skip
     raise typer.Exit(status)
+
+
+deploy_app = typer.Typer(help="Run on a cluster.", no_args_is_help=True)
+app.add_typer(deploy_app, name="deploy")
+
+
+@deploy_app.callback()
+def _deploy() -> None:
+    """Run on a cluster."""
+
+
+@deploy_app.command()
+def ray(config: Annotated[Path, typer.Argument(help="YAML: models, replicas, autoscaling (docs/router.md).")]) -> None:
+    """Serve models on Ray Serve: engines as replicas, our routing policy, one OpenAI ingress. Extra: jaxserve[ray]."""
+    deploy_ray(config)
 
 
 @app.command()

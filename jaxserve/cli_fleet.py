@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,7 @@ def run_router_command(
     port: int,
     api_keys: list[str],
     worker_key: str | None,
+    allowed_hosts: list[str],
 ) -> int:
     """Serve the router; returns the exit status. Raises ValueError for bad options."""
     from jaxserve.server.router.app import run_router
@@ -68,6 +70,7 @@ def run_router_command(
         port=port,
         api_keys=tuple(api_keys),
         worker_key=worker_key,
+        allowed_hosts=tuple(allowed_hosts),
         **options.fields(),
     )
     return run_router(settings)
@@ -94,3 +97,17 @@ def serve_replicas(
         admin_key=os.environ.get("JAXSERVE_ADMIN_KEY") or None,
     )
     return run_router(settings, plan)
+
+
+def deploy_ray(path: Path) -> None:
+    """Deploy what a YAML file says on Ray Serve, and stay until interrupted."""
+    from jaxserve.server.ray_config import load_config
+
+    config = load_config(path)
+    try:
+        from jaxserve.server.ray_serve import deploy
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"{error.name} is missing; install jaxserve with the extra: pip install 'jaxserve[ray]'"
+        ) from error
+    deploy(config)

@@ -242,6 +242,11 @@ class EngineClient:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def latest_stats(self) -> EngineStats:
+        """Of the last heartbeat; zeros before the first."""
+        return self._stats or EngineStats()
+
     def attach(self, socket: zmq.Socket) -> EngineLink:
         """Listen to a new engine."""
         self._link = EngineLink(socket, self._take)

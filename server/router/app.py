@@ -22,6 +22,7 @@ import uvicorn
 from jaxserve.server.auth import ApiKeys
 from jaxserve.server.errors import ApiError, internal_error, unavailable
 from jaxserve.server.generation import TENANT
+from jaxserve.server.limits import HostRules, hosts_of
 from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.router.admin import AdminApi
 from jaxserve.server.router.fleet import Fleet
@@ -70,14 +71,17 @@ class RouterApp:
         self._limit = RateLimit(settings.requests_per_second, settings.burst)
         self._admin = AdminApi(settings, self.fleet)
         self._admin_digest = hashlib.sha256((settings.admin_key or "").encode()).digest()
-        self._guarded = ApiKeys(self._route, settings.api_keys, None) if settings.api_keys else self._route
+        guarded = ApiKeys(self._route, settings.api_keys, None) if settings.api_keys else self._route
+        hosts = hosts_of(settings.host, settings.allowed_hosts, has_keys=bool(settings.api_keys))
+        self._entry = HostRules(guarded, hosts) if hosts else guarded
+        self._admin_entry = HostRules(self._route, hosts) if hosts else self._route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
             is_admin = scope["path"] == "/workers" or scope["path"].startswith("/workers/")
-            await (self._route if is_admin else self._guarded)(scope, receive, send)
+            await (self._admin_entry if is_admin else self._entry)(scope, receive, send)
 
     async def start(self) -> None:
         """Begin to ask the workers. Runs on the event loop that serves."""

@@ -16,6 +16,7 @@ class RouterSettings:
     """Options of the router. Raises ValueError naming the field, the value seen and the values allowed.
 
     workers               addresses of engines' servers, http(s)://HOST[:PORT]
+    allowed_hosts         as of the server (ServerSettings)
     policy                one of POLICY_NAMES
     prefix_source         where cache_aware takes its picture of caches from: "guess" (what was sent where) or
                           "events" (what workers tell; they must be started with kv_events)
@@ -45,6 +46,7 @@ class RouterSettings:
     workers: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
     policy: str = "cache_aware"
     prefix_source: str = "guess"
     tokenizer: str | None = None

@@ -216,6 +216,15 @@ def test_a_restarted_worker_has_an_empty_cache(cluster: Cluster) -> None:
         wait_for(lambda: index.size(first.url) == 0)
 
 
+def test_foreign_names_are_not_answered_on_loopback(cluster: Cluster) -> None:
+    """The router writes a host name of its own to workers: it has to look at the client's itself."""
+    cluster.start_workers(1)
+    with cluster.router():
+        assert cluster.post(headers={"Host": "evil.example"}).status_code == 421
+    with cluster.router(allowed_hosts=("good.example",)):
+        assert cluster.post(headers={"Host": "good.example"}).status_code == 200
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_is_read(cluster: Cluster) -> None:
     (worker,) = cluster.start_workers(1)
     with cluster.router(max_body_bytes=2048):
