@@ -204,6 +204,25 @@ def pull(
     typer.echo(_location(hub.resolve_model(name)))
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What `serve` takes: a name, an id, a folder, a file.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")],
+    dtype: Annotated[str, typer.Option(help="Type of the weights: bfloat16, float32.")] = "bfloat16",
+    check_weights: Annotated[bool, typer.Option(help="Refuse checkpoints that hold NaN or infinity.")] = False,
+) -> None:
+    """Write a checkpoint in the serving layout: Orbax arrays, with configuration, tokenizer and templates."""
+    from jaxserve import hub
+    from jaxserve.models.convert import convert as convert_checkpoint
+    from jaxserve.progress import LoadingProgress
+
+    with LoadingProgress(is_shown=True) as bar:
+        convert_checkpoint(
+            hub.resolve_model(source), target, dtype=dtype, check_weights=check_weights, progress=bar
+        )  # fmt: skip
+    typer.echo(target)
+
+
 def _location(resolved: Any) -> Path:
     return Path(getattr(resolved, "path", resolved))
 

@@ -29,7 +29,8 @@ class ModelNotFound(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """kind: "gguf" (path is the file) or "safetensors" (path is the folder). name: what to call it in an API."""
+    """kind: "gguf" (path is the file), "safetensors" or "orbax" (path is the folder; the latter is written by `jaxserve
+    convert`). name: what to call it in an API."""
 
     name: str
     kind: str
@@ -138,6 +139,8 @@ def _local(path: Path) -> ModelSource:
         if path.suffix != ".gguf":
             raise ModelNotFound(f"model: got the file {path}; allowed: a .gguf file or a model folder")
         return ModelSource(path.stem, "gguf", path)
+    if (path / "jaxserve_model.json").exists():
+        return ModelSource(path.resolve().name, "orbax", path)
     if any(path.glob("*.safetensors")) or (path / "config.json").exists():
         return ModelSource(path.resolve().name, "safetensors", path)
     files = sorted(path.glob("*.gguf"))

@@ -225,6 +225,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """From a GGUF file or a Hugging Face folder. Raises ValueError naming the file and what is missing."""
     path = Path(path)
+    if (path / "tokenizer.gguf").is_file():
+        path = path / "tokenizer.gguf"  # of a converted GGUF file
     return _from_gguf(path) if path.is_file() else _from_folder(path)
 
 

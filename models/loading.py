@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ from jaxserve.models.encoder import Encoder
 from jaxserve.models.family import Family, WeightNames
 from jaxserve.models.parameters import Parameters
 from jaxserve.models.quantization import ONLINE, published_method
-from jaxserve.models.registry import GGUF_ARCHITECTURES, HF_ARCHITECTURES, family_of
+from jaxserve.models.registry import GGUF_ARCHITECTURES, HF_ARCHITECTURES, family_named, family_of
 from jaxserve.models.sharded_parameters import ShardedParameters
 from jaxserve.models.special_tokens import read_json
 from jaxserve.models.tensor_parallel import shard_config
@@ -39,7 +39,7 @@ _READ_BY_FAMILIES = ("mxfp4",)  # ways of storing weights that a family's names 
 
 
 class Source(Protocol):
-    """Where a model lies (jaxserve.hub.ModelSource): kind "gguf" (a file) or "safetensors" (a folder)."""
+    """Where a model lies (jaxserve.hub.ModelSource): kind "gguf" (a file), "safetensors" or "orbax" (a folder)."""
 
     kind: str
     path: Path
@@ -48,7 +48,7 @@ class Source(Protocol):
 def load_config(source: Source) -> AnyConfig:
     """The configuration of a model. ValueError naming the file and the key for what is missing, broken or unknown;
     code that a checkpoint names (auto_map) is never run."""
-    return _read_config(source)[0]
+    return _read_config(source)
 
 
 def load_model(
@@ -80,22 +80,53 @@ def load_model(
 
     Raises ValueError listing the tensors that are missing, left over or of the wrong shape, with their file.
     """
+    if mesh is not None and (weights != "dense" or quantization):
+        raise ValueError(f"quantization: got {quantization or weights!r} on a mesh; allowed there: none, dense weights")
+    reader = open_parameters(
+        source,
+        config,
+        options,
+        progress=progress,
+        check_weights=check_weights,
+        weights=weights,
+        quantization=quantization,
+        place=jnp.asarray if mesh is None else np.asarray,
+    )
+    if mesh is None:
+        return _build(config, options, reader)
+    if isinstance(config, EncoderConfig):
+        raise ValueError("mesh: got one for an encoder; allowed: one device")
+    return Decoder(shard_config(config, options.mesh), options, ShardedParameters(config, mesh, options.dtype, reader))
+
+
+def open_parameters(
+    source: Source,
+    config: AnyConfig,
+    options: RuntimeOptions,
+    *,
+    progress: Progress | None = None,
+    check_weights: bool = False,
+    weights: str = "dense",
+    quantization: str = "",
+    place: Callable[[np.ndarray], Any] = jnp.asarray,
+) -> CheckpointParameters:
+    """The parameters of the whole model, all names and shapes checked and no value read yet. Arguments and errors are
+    load_model's; place: what becomes of an array that has been read."""
     if weights not in ("dense", "stored", "both"):
         raise ValueError(f"weights: got {weights!r}; allowed: dense, stored, both")
     if quantization not in ("", *ONLINE):
         raise ValueError(f"quantization: got {quantization!r}; allowed: none, {', '.join(ONLINE)}")
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype: got {options.dtype!r}; allowed: {', '.join(DTYPES)}")
-    _, names, file = _open(source)
-    if config.task == "embed" and isinstance(config, ModelConfig):
-        file = with_prefix(file)
-    if names.adapt is not None:
-        file = names.adapt(file, config)
-    if mesh is not None and (weights != "dense" or quantization):
-        raise ValueError(f"quantization: got {quantization or weights!r} on a mesh; allowed there: none, dense weights")
+    names, file = _open(source)
+    if source.kind != "orbax":
+        if config.task == "embed" and isinstance(config, ModelConfig):
+            file = with_prefix(file)
+        if names.adapt is not None:
+            file = names.adapt(file, config)
     whole = dataclasses.replace(options, mesh=ONE_DEVICE)
     needed = check_tensors(config, names, file, lambda params: _build(config, whole, params))
-    reader = CheckpointParameters(
+    return CheckpointParameters(
         config,
         options,
         names,
@@ -105,13 +136,8 @@ def load_model(
         weights=weights,
         quantization=quantization,
         progress=progress,
-        place=jnp.asarray if mesh is None else np.asarray,
+        place=place,
     )
-    if mesh is None:
-        return _build(config, options, reader)
-    if isinstance(config, EncoderConfig):
-        raise ValueError("mesh: got one for an encoder; allowed: one device")
-    return Decoder(shard_config(config, options.mesh), options, ShardedParameters(config, mesh, options.dtype, reader))
 
 
 def is_encoder(source: Source) -> bool:
@@ -125,16 +151,22 @@ def _build(config: AnyConfig, options: RuntimeOptions, params: Parameters) -> De
     return Decoder(config, options, params)
 
 
-def _open(source: Source) -> tuple[Family, WeightNames, TensorFile]:
+def _open(source: Source) -> tuple[WeightNames, TensorFile]:
     if source.kind == "gguf":
         file = GGUFFile(source.path)
         family = family_of(file.architecture, known=GGUF_ARCHITECTURES, where=str(file.path))
-        return family, family.gguf_names, GGUFTensors(file)
+        return family.gguf_names, GGUFTensors(file)
     if source.kind == "safetensors":
         hf = _hf_config(source.path)
         family = family_of(hf.architecture, known=HF_ARCHITECTURES, where=str(hf.path))
-        return family, family.hf_names, _safetensors(source.path, hf)
-    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
+        return family.hf_names, _safetensors(source.path, hf)
+    if source.kind == "orbax":
+        # Only here: the library takes a second to load.
+        from jaxserve.models.weights.orbax import OrbaxTensors, read_description, slot_names
+
+        config, _ = read_description(source.path)
+        return slot_names(family_named(config.family)), OrbaxTensors(source.path)
+    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors, orbax")
 
 
 def _safetensors(folder: Path, hf: HFConfig) -> TensorFile:
@@ -145,16 +177,20 @@ def _safetensors(folder: Path, hf: HFConfig) -> TensorFile:
     return PackedTensors(file, *published)
 
 
-def _read_config(source: Source) -> tuple[AnyConfig, Family]:
+def _read_config(source: Source) -> AnyConfig:
     if source.kind == "gguf":
         gguf = GGUFConfig(GGUFFile(source.path))
         family = family_of(gguf.architecture, known=GGUF_ARCHITECTURES, where=str(source.path))
-        return _named(source.path, lambda: family.read_gguf(gguf)), family
+        return _named(source.path, lambda: family.read_gguf(gguf))
     if source.kind == "safetensors":
         hf = _hf_config(source.path)
         family = family_of(hf.architecture, known=HF_ARCHITECTURES, where=str(hf.path))
-        return _named(hf.path, lambda: _read_hf(family, hf)), family
-    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors")
+        return _named(hf.path, lambda: _read_hf(family, hf))
+    if source.kind == "orbax":
+        from jaxserve.models.weights.orbax import read_description
+
+        return read_description(source.path)[0]
+    raise ValueError(f"kind of model: got {source.kind!r}; allowed: gguf, safetensors, orbax")
 
 
 def _read_hf(family: Family, hf: HFConfig) -> AnyConfig:

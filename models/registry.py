@@ -50,3 +50,11 @@ def family_of(architecture: str, *, known: dict[str, str], where: str) -> Family
     if architecture not in known:
         raise ValueError(f"{where}: architecture: got {architecture!r}; allowed: {', '.join(known)}")
     return importlib.import_module(f"jaxserve.models.{known[architecture]}").FAMILY
+
+
+def family_named(module: str) -> Family:
+    """The declaration in a module of this package, as ModelConfig.family names it. ValueError for an unknown one."""
+    known = sorted({*HF_ARCHITECTURES.values(), *GGUF_ARCHITECTURES.values()})
+    if module not in known:
+        raise ValueError(f"family: got {module!r}; allowed: {', '.join(known)}")
+    return importlib.import_module(f"jaxserve.models.{module}").FAMILY

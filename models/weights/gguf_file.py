@@ -167,6 +167,19 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]
     return metadata, tensors
 
 
+def write_metadata(source: Path, target: Path) -> None:
+    """A GGUF file with the metadata of another and without tensors."""
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data, source)
+        magic, version = cursor.take(4), cursor.scalar("I")
+        _, num_pairs = cursor.scalar("Q"), cursor.scalar("Q")
+        start = cursor.at
+        for _ in range(num_pairs):
+            cursor.string()
+            cursor.value(cursor.scalar("I"))
+        target.write_bytes(magic + struct.pack("<IQQ", version, 0, num_pairs) + data[start : cursor.at])
+
+
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
     length = cursor.scalar("Q")
     if length > _MAX_NAME_BYTES:

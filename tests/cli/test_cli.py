@@ -21,6 +21,7 @@ COMMANDS = [
     "chat",
     "run",
     "pull",
+    "convert",
     "version",
     "bench latency",
     "bench throughput",
