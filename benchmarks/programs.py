@@ -160,8 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     work = workloads(options.size, options.max_tokens)
     names = options.programs.split(",") if options.programs else list(work)
-    common = {"dtype": options.dtype, "max_num_rows": options.max_num_rows, "max_model_len": 4096, "progress": False}
-    reusing = LLM(options.model, **common)
+    common = {"dtype": options.dtype, "max_num_rows": options.max_num_rows, "max_model_len": 2048, "num_pages": 2048}
+    reusing = LLM(options.model, progress=False, **common)
     settings = {"model": options.model, "dtype": options.dtype, "size": options.size, "max tokens": options.max_tokens}
 
     counts: alternating.Rounds = {}
@@ -178,7 +178,7 @@ def main() -> None:
     if options.counts_only:
         return
 
-    plain = LLM(options.model, prefix_cache=False, **common)
+    plain = LLM(options.model, prefix_cache=False, progress=False, **common)
     calls = OneAtATime(plain)
     for name in names:
         program, batch = work[name]

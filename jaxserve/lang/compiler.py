@@ -23,6 +23,7 @@ from jaxserve.lang.backends.base import Backend
 from jaxserve.lang.batch_progress import ProgramProgress
 from jaxserve.lang.branch import Branch, ProgramRun
 from jaxserve.lang.expressions import Expr, Gen, Reference, Select, VarScopeBegin
+from jaxserve.lang.function import MIN_PREFIX, Arguments
 from jaxserve.lang.graph import ForkStep, Graph, GraphBranch, JoinStep, SetStep
 from jaxserve.lang.options import GenOptions, split_arguments
 from jaxserve.lang.reasoning import SUFFIX
@@ -31,10 +32,9 @@ from jaxserve.lang.tracer import TracedState, constant_prefix, trace_program
 from jaxserve.lang.values import Value, is_opaque, replace_values
 
 if TYPE_CHECKING:
-    from jaxserve.lang.function import Arguments, Function
+    from jaxserve.lang.function import Function
 
 MAX_RUNNING = 128  # programs of a batch that have begun and not ended
-MIN_PREFIX = 32  # characters; a shorter one costs more than it saves
 _PREFIX_AGE_S = 300.0  # kept anew if no run has used it for so long
 _MAX_TRIES = 3  # traces that may end too early before a program is only interpreted
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxserve.lang.graph import Graph
 
 Arguments = dict[str, Any]
+MIN_PREFIX = 32  # characters of a beginning that is kept for all runs; a shorter one costs more than it saves
 
 
 class Function:
@@ -190,7 +191,9 @@ class Function:
 
         known = self._prefixes.get(id(place))
         if known is None:
-            known = self._prefixes[id(place)] = (place, place.cache_prefix(constant_prefix(self, place)))
+            context = constant_prefix(self, place)
+            prefix = place.cache_prefix(context) if context.length >= MIN_PREFIX else None
+            known = self._prefixes[id(place)] = (place, prefix)
         return known[1]
 
     def __call__(self, *args: Any, **keywords: Any) -> ProgramState:

@@ -434,6 +434,31 @@ def test_prompts_too_long_are_named(llm):
     assert "prompt" in str(state.error()) and "2000 tokens" in str(state.error())
 
 
+def test_a_program_that_is_given_up_stops_generating(llm):
+    before = llm.stats().num_finished.get("abort", 0)
+
+    def program(s):
+        s += "endless" + lang.gen("a", max_tokens=900, ignore_eos=True)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, program)
+    for _ in range(300):
+        if llm.stats().num_finished.get("abort", 0) > before:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it goes on")
+
+
+def test_the_end_of_the_engine_reaches_the_program():
+    with make_llm(runner_class=SlowRunner) as slow:
+        state = run(slow, lambda s: s.__iadd__("x" + lang.gen("a", max_tokens=900, ignore_eos=True)))
+    assert state.error() is not None
+    with pytest.raises(RuntimeError):
+        state["a"]
+    assert isinstance(run(slow, lambda s: s.__iadd__("x" + lang.gen("a"))).error(), RuntimeError)
+
+
 def test_names_that_do_not_exist(llm):
     with pytest.raises(KeyError, match="no variable 'b'; there are: a"):
         run(llm, lambda s: s.__iadd__("x" + lang.gen("a", max_tokens=1)))["b"]

@@ -28,8 +28,8 @@ from jaxserve.lang.chat import ChatFormat
 from jaxserve.lang.choices import ChoicesSamplingMethod, Scored, decide
 from jaxserve.lang.context import Context, Part, common_prefix
 from jaxserve.lang.options import GenOptions
-from jaxserve.messages import AddRequest, ProgramPart, RequestOutput, TokenLogprob
-from jaxserve.outputs import Gatherer, GenerationOutput
+from jaxserve.messages import FINISH_ABORT, AddRequest, ProgramPart, RequestOutput, TokenLogprob
+from jaxserve.outputs import Gatherer, GenerationOutput, RequestFailed
 from jaxserve.sampling_params import SamplingParams
 
 _NOTHING_SAMPLED = (0,)  # one score that nobody reads: the engine computes the prompt and samples nothing
@@ -59,13 +59,17 @@ class Pin:
 
 
 class LocalStream(Stream):
-    __slots__ = ("is_closed", "pin", "prepared")
+    """pin: the pages that its next request goes on from. request: the id of the generation that is under way."""
+
+    __slots__ = ("_is_closed", "_lock", "pin", "prepared", "request")
 
     def __init__(self, program: str, pin: Pin | None) -> None:
         super().__init__(program)
         self.pin = pin
+        self.request: str | None = None
         self.prepared: Context | None = None  # computed whole already
-        self.is_closed = False
+        self._is_closed = False
+        self._lock = threading.Lock()  # answers move it in the engine's thread, programs close it in theirs
 
     @property
     def base(self) -> str:
@@ -73,12 +77,18 @@ class LocalStream(Stream):
 
     def move(self, pin: Pin | None) -> None:
         """The branch now goes on from the pages of another request."""
-        old, self.pin = self.pin, pin
+        with self._lock:
+            if self._is_closed:
+                old = pin
+            else:
+                old, self.pin = self.pin, pin
         if old is not None:
             old.drop()
-        if self.is_closed and pin is not None:
-            self.pin = None
-            pin.drop()
+
+    def close(self) -> None:
+        self.move(None)
+        with self._lock:
+            self._is_closed = True
 
 
 class _Prefix:
@@ -129,8 +139,9 @@ class LocalBackend(Backend):
 
     def close_stream(self, stream: Stream) -> None:
         assert isinstance(stream, LocalStream)
-        stream.is_closed = True
-        stream.move(None)
+        stream.close()
+        if stream.request is not None:
+            self._thread.abort(stream.request)  # the program has failed; nobody reads what it was making
 
     def generate(
         self,
@@ -145,6 +156,7 @@ class LocalBackend(Backend):
         prompt = context.token_ids(self.encode)
 
         def finish(output: GenerationOutput | BaseException, pin: Pin) -> None:
+            stream.request = None
             if isinstance(output, BaseException):
                 done(output)
                 return
@@ -156,9 +168,9 @@ class LocalBackend(Backend):
             else:
                 done(generation)
 
-        self._request(
-            stream, prompt, options.sampling_params(), finish, on_piece=on_piece, interval=0 if on_piece is None else 1
-        )
+        params = options.sampling_params()
+        interval = 0 if on_piece is None else 1
+        stream.request = self._request(stream, prompt, params, finish, on_piece=on_piece, interval=interval).request_id
 
     def select(
         self,
@@ -282,6 +294,8 @@ class LocalBackend(Backend):
                     on_piece(output.text)
                 if not gatherer.take(output):
                     return
+                if output.finish_reason == FINISH_ABORT:
+                    raise RequestFailed(output.error or "the request was aborted")
                 result: GenerationOutput | BaseException = gatherer.result
             except Exception as error:
                 result = error
