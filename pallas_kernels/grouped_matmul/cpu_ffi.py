@@ -44,6 +44,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES
 from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS, STEP, make_block
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 
+MAX_GROUP_ROWS = 32  # rows per group, were they even, up to which this beats XLA (benchmarks/experts.py)
 _ITEM_BYTES = 65536  # weights per work item
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
 _X, _W, _SIZES = range(3)
@@ -54,7 +55,9 @@ _GROUP, _FIRST, _COUNT, _GROUP_BYTES = 0, 8, 16, 24
 
 def fits(x_shape: tuple[int, ...], w: jax.Array | QuantizedWeight) -> bool:
     """Whether these kernels take such a product."""
-    return not isinstance(w, QuantizedWeight) and x_shape[0] > 0 and x_shape[1] > 0 and x_shape[1] % STEP == 0
+    if isinstance(w, QuantizedWeight) or not 0 < x_shape[0] <= MAX_GROUP_ROWS * w.shape[0]:
+        return False
+    return x_shape[1] > 0 and x_shape[1] % STEP == 0
 
 
 def grouped_matmul_cpu(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
