@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.loading import load_config, load_model
+from jaxserve.models.quantization import ONLINE
 from jaxserve.models.registry import HF_ARCHITECTURES
 from jaxserve.models.tensor_parallel import check_mesh
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
@@ -74,13 +75,22 @@ def splits_over_devices(name: str) -> bool:
     return True
 
 
-def stays_in_blocks(name: str, folder: Path) -> bool:
-    """Whether a GGUF file's blocks are what products take."""
-    path = gguf_families.write(checkpoint(FIXTURES / name), folder / f"{name}.gguf", in_blocks=True)
-    source = ModelSource(name, "gguf", path)
-    model = load_model(source, load_config(source), RuntimeOptions(dtype="bfloat16"), keep_quantized=True)
+def holds_blocks(source: ModelSource, **how: str) -> bool:
+    """Whether some weights of a model loaded like that are multiplied in a quantised form."""
+    model = load_model(source, load_config(source), RuntimeOptions(dtype="bfloat16"), **how)
     leaves = jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
     return any(isinstance(leaf, QuantizedWeight) for leaf in leaves)
+
+
+def quantised_forms(names: list[str], folder: Path) -> list[str]:
+    """Ways of quantising that every fixture of a family takes, and those in which files may store its weights."""
+    sources = [ModelSource(name, "safetensors", checkpoint(FIXTURES / name)) for name in names]
+    forms = [how for how in ONLINE if all(holds_blocks(source, quantization=how) for source in sources)]
+    for name in names:
+        if name in gguf_families.ARCHITECTURES and "GGUF blocks" not in forms:
+            path = gguf_families.write(checkpoint(FIXTURES / name), folder / f"{name}.gguf", in_blocks=True)
+            forms += ["GGUF blocks"] * holds_blocks(ModelSource(name, "gguf", path), weights="stored")
+    return forms + ["MXFP4"] * any(name.endswith("mxfp4") for name in names)
 
 
 @functools.cache
@@ -89,9 +99,7 @@ def made_table(folder: Path) -> str:
     for family in families():
         names = fixtures_of(family)
         worst = [max(column) for column in zip(*(errors(name) for name in names))]
-        files = [name for name in names if name in gguf_families.ARCHITECTURES]
-        forms = ["GGUF blocks"] if any(stays_in_blocks(name, folder) for name in files) else []
-        forms += ["MXFP4"] if any(name.endswith("mxfp4") for name in names) else []
+        forms = quantised_forms(names, folder)
         facts = (
             True,  # or the lines above had failed
             worst[0] <= MAX_ERROR,
@@ -103,7 +111,7 @@ def made_table(folder: Path) -> str:
                 title(family),
                 *(YES if fact else NO for fact in facts),
                 ", ".join(forms) or NO,
-                YES if files else NO,
+                YES if any(name in gguf_families.ARCHITECTURES for name in names) else NO,
             )
         )
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
