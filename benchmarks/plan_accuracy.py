@@ -1,6 +1,6 @@
 """Is the simulator right? The same requests to the real engine and to the simulated one, five workloads.
 
-    python benchmarks/plan_accuracy.py [--model smollm2-135m] [--rounds 3] [--json FILE]
+    python benchmarks/plan_accuracy.py [--model smollm2-135m | --small] [--rounds 3] [--clock wall | cpu] [--json FILE]
 
 The engine runs in this process on wall-clock time, the simulator on costs measured by the same process right before
 and right after (jaxserve/bench/calibrate.py, on other requests than those that are predicted): a shared machine changes
@@ -14,7 +14,10 @@ import argparse
 import dataclasses
 import heapq
 import json
+import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +35,9 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.simulator import workloads
 from jaxserve.simulator.fleet import FleetOptions, FleetSimulator
 from jaxserve.simulator.workloads import Conversation, Lengths
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
+from small_model import write_small_model
 
 INF = float("inf")
 
@@ -73,8 +79,27 @@ class Measured:
         return (self.num_prompt + self.num_tokens) / self.seconds
 
 
-def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int) -> Measured:
-    """Conversations on wall-clock time, as FleetSimulator runs them on virtual time."""
+class Clock:
+    """Seconds since the start; CPU seconds of this process, if asked for."""
+
+    def __init__(self, uses_cpu: bool) -> None:
+        self.read = time.process_time if uses_cpu else time.perf_counter
+        self._uses_cpu = uses_cpu
+        self._begin = self.read()
+
+    def now(self) -> float:
+        return self.read() - self._begin
+
+    def rest(self, seconds: float) -> None:
+        """Nothing is to be done for so long."""
+        if self._uses_cpu:
+            self._begin -= max(seconds, 0.0)
+        else:
+            time.sleep(min(max(seconds, 0.0), 0.005))
+
+
+def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int, uses_cpu: bool) -> Measured:
+    """Conversations in real time, as FleetSimulator runs them in virtual time."""
     vocab = engine.model.vocab_size
     waiting: list[tuple[float, int, Conversation, int, list[int]]] = []
     for number, conversation in enumerate(conversations):
@@ -82,10 +107,10 @@ def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int
     live: dict[str, tuple[float, Conversation, int, list[int], list[int]]] = {}
     before = engine.stats()
     found = Measured(0.0, 0, 0, 0, [])
-    begin = time.perf_counter()
+    clock = Clock(uses_cpu)
     tie = len(waiting)
     while waiting or live:
-        now = time.perf_counter() - begin
+        now = clock.now()
         while waiting and waiting[0][0] <= now and not (clients and len(live) >= clients):
             due, _, conversation, turn, history = heapq.heappop(waiting)
             parts = [part.tokens() for part in conversation.turns[turn].new]
@@ -96,11 +121,11 @@ def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int
             engine.handle(AddRequest(request_id=name, prompt=prompt, params=params))
             live[name] = (now if clients else due, conversation, turn, prompt, [])
         if not engine.has_work:
-            time.sleep(min(max(waiting[0][0] - now, 0.0), 0.005))
+            clock.rest(waiting[0][0] - now)
             continue
         for output in engine.step():
             start, conversation, turn, prompt, answer = live[output.request_id]
-            now = time.perf_counter() - begin
+            now = clock.now()
             if not answer:
                 found.ttft.append(now - start)
             answer.extend(output.token_ids)
@@ -113,7 +138,7 @@ def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int
                 tie += 1
                 due = now + conversation.turns[turn + 1].pause
                 heapq.heappush(waiting, (due, tie, conversation, turn + 1, prompt + answer))
-    found.seconds = time.perf_counter() - begin
+    found.seconds = clock.now()
     after = engine.stats()
     found.num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
     found.num_cached = after.num_cached_tokens - before.num_cached_tokens
@@ -124,11 +149,18 @@ def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--small", action="store_true", help="a small random Llama instead of --model")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    engine = build_engine(EngineConfig(model=options.model, max_model_len=2048, kv_cache_bytes=300 * 2**20))
-    timer = StepTimer(engine)
+    uses_cpu = options.clock == "cpu"
+    if uses_cpu:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_small_model(Path(folder), hidden=256, layers=4)) if options.small else options.model
+        engine = build_engine(EngineConfig(model=model, max_model_len=2048, kv_cache_bytes=100 * 2**20))
+    timer = StepTimer(engine, time.process_time if uses_cpu else time.perf_counter)
     buckets = timer.runner.shapes.token_buckets
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in WORKLOADS}
     rows = []
@@ -139,7 +171,7 @@ def main() -> None:
             seed += 1
             engine.flush_cache()
             timer.steps.clear()
-            real = run_real(engine, make(seed), clients)
+            real = run_real(engine, make(seed), clients, uses_cpu)
             later = time_steps(engine, timer, rounds=1, seed=seed)
             engine.flush_cache()
             cost = fit(steps + later, buckets)

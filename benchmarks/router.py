@@ -177,7 +177,7 @@ def real(options: argparse.Namespace) -> None:
             rows: dict[tuple[str, str], list[Row]] = {}
             seed = options.seed
             for round_number in range(options.rounds):
-                for kind in ("shared", "zipf", "unique"):
+                for kind in options.kinds.split(","):
                     for policy in policies[round_number % 3 :] + policies[: round_number % 3]:
                         seed += 1
                         if kind == "unique":
@@ -191,7 +191,7 @@ def real(options: argparse.Namespace) -> None:
                             f"{row.ttft:.3f} s, busiest {row.imbalance:.2f} x mean, {row.failed} failed",
                             flush=True,
                         )
-            for kind in ("shared", "zipf", "unique"):
+            for kind in options.kinds.split(","):
                 base = [row.rate for row in rows[kind, "round_robin"]]
                 for policy in policies:
                     own = rows[kind, policy]
@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--replicas", default=None)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--kinds", default="shared,zipf,unique")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.what == "real":
