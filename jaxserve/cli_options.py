@@ -79,6 +79,8 @@ SERVER_OPTIONS: dict[str, tuple[str, str | None, str]] = {
     "max_n": ("--max-n", None, "Continuations of one prompt at most."),
     "max_sequences": ("--max-sequences", None, "Prompts x n of one HTTP request at most."),
     "request_timeout_s": ("--request-timeout", None, "Seconds after which a request is given up. Default: never."),
+    "max_connections": ("--max-connections", None, "Open connections; more are answered with 503."),
+    "header_timeout_s": ("--header-timeout", None, "Seconds in which a request's headers must have come."),
     "body_timeout_s": ("--body-timeout", None, "Seconds in which a body must have come."),
     "write_timeout_s": ("--write-timeout", None, "Seconds in which a client must read its answer."),
     "max_stored_responses": ("--max-stored-responses", None, "Responses kept for later requests."),

@@ -21,6 +21,7 @@ from jaxserve.server.auth import ApiKeys
 from jaxserve.server.engine_client import EngineClient, EngineState
 from jaxserve.server.errors import unavailable
 from jaxserve.server.generation import Server
+from jaxserve.server.http_protocol import bounded, raise_file_limit
 from jaxserve.server.limits import HostRules, RateLimits, hosts_of
 from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.observe import Observe
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_ENGINE, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 20  # longer than usual clients keep idle connections (httpx 5, aiohttp 15), so that they close first
+_OTHER_FILES = 512  # sockets of the engine, libraries, logs
 _AFTER_DRAIN_S = 5  # for answers that say that the server is shutting down
 
 
@@ -151,13 +153,18 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     except OSError as error:
         print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ADDRESS
+    raise_file_limit(2 * settings.max_connections + _OTHER_FILES)
     app = build_app(config, settings)
     uvicorn_config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,  # middleware writes it
         log_config=None,
-        http="httptools",
+        http=bounded(
+            write_timeout_s=settings.write_timeout_s,
+            max_connections=settings.max_connections,
+            header_timeout_s=settings.header_timeout_s,
+        ),
         ws="none",
         lifespan="on",
         server_header=False,

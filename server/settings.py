@@ -43,6 +43,8 @@ class ServerSettings:
     log_format            text, or json: one JSON object a line, from the engine's process too
     otlp_endpoint         OpenTelemetry collector (OTLP over HTTP) that gets a span for each request; None: none
     max_stored_responses, max_stored_response_bytes   responses of /v1/responses that are kept; the oldest go first
+    max_connections       open connections; more are answered with 503
+    header_timeout_s      seconds from a connection's start, or a request's first byte, until all headers are there
     body_timeout_s        seconds a client may take to send its body
     write_timeout_s       seconds a client may leave its answer unread before it is dropped
     request_timeout_s     seconds after which the engine gives a request up; None: never. A client may ask for less with
@@ -79,6 +81,8 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 64 * 2**20
+    max_connections: int = 4096
+    header_timeout_s: float = 20.0
     body_timeout_s: float = 60.0
     write_timeout_s: float = 120.0
     request_timeout_s: float | None = None
@@ -136,6 +140,7 @@ class ServerSettings:
             ("port", 0, 65535), ("max_body_bytes", 1024, 2**40), ("max_n", 1, MAX_N), ("max_sequences", 1, 2**20),
             ("max_in_flight", 1, 2**31), ("max_restarts", 0, 2**31), ("max_stored_responses", 0, 2**31),
             ("max_requests_per_minute", 0, 2**31), ("max_requests_at_once", 0, 2**31),
+            ("max_connections", 1, 2**20),
             ("max_stored_response_bytes", 0, 2**40),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -144,8 +149,9 @@ class ServerSettings:
 
     def _check_seconds(self) -> None:
         for name, low in (
-            ("body_timeout_s", 0.1), ("write_timeout_s", 0.1), ("drain_s", 0.0), ("heartbeat_timeout_s", 1.0),
-            ("restart_window_s", 1.0), ("restart_delay_s", 0.0), ("request_timeout_s", 0.001),
+            ("body_timeout_s", 0.1), ("header_timeout_s", 0.1), ("write_timeout_s", 0.1), ("drain_s", 0.0),
+            ("heartbeat_timeout_s", 1.0), ("restart_window_s", 1.0), ("restart_delay_s", 0.0),
+            ("request_timeout_s", 0.001),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name == "request_timeout_s":

@@ -19,6 +19,7 @@ import httpx
 import uvicorn
 import uvloop
 from jaxserve.server.app import build_app
+from jaxserve.server.http_protocol import bounded
 from jaxserve.server.settings import ServerSettings
 
 from jaxserve.config import EngineConfig
@@ -148,7 +149,19 @@ def serving(settings: ServerSettings, **config: Any) -> Iterator[Live]:
     """The application in a thread of this process, on a free port. Not yet ready when it is yielded."""
     app = build_app(EngineConfig(model=MODEL, **config), settings)
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, http="httptools", ws="none", lifespan="on")
+        uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=0,
+            log_config=None,
+            ws="none",
+            lifespan="on",
+            http=bounded(
+                write_timeout_s=settings.write_timeout_s,
+                max_connections=settings.max_connections,
+                header_timeout_s=settings.header_timeout_s,
+            ),
+        )
     )
 
     def run() -> None:

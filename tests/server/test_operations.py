@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import http.client
 import json
 import logging
+import select
+import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -94,6 +98,68 @@ def test_allowed_hosts_and_origins(toy_tokenizer: Path) -> None:
 def test_no_origin_is_allowed_by_default(live: Live) -> None:
     answer = live.http.get("/v1/models", headers={"Origin": "https://page.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def plain_socket(live: Live) -> socket.socket:
+    host, port = live.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_headers_that_do_not_end(toy_tokenizer: Path) -> None:
+    with serving(settings(toy_tokenizer, header_timeout_s=0.5)) as live:
+        live.wait_ready()
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "):
+            with plain_socket(live) as slow:
+                slow.sendall(start)
+                started = time.monotonic()
+                assert read_all(slow) == b""
+                assert time.monotonic() - started < 8
+        with plain_socket(live) as endless:
+            endless.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    endless.sendall(b"X-A: " + b"a" * 1000 + b"\r\n")
+            answer = read_all(endless)
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        # A connection that is used again has its time for each request.
+        with plain_socket(live) as twice:
+            for _ in range(3):
+                twice.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert twice.recv(65536).startswith(b"HTTP/1.1 200 ")
+                time.sleep(0.4)
+
+
+def test_a_plain_answer_that_is_not_read_is_dropped(toy_tokenizer: Path) -> None:
+    with serving(settings(toy_tokenizer, write_timeout_s=0.5)) as live:
+        live.wait_ready()
+        body = b'{"tokens":[' + b"5," * 5_000_000 + b"5]}"  # an answer that no socket buffer holds
+        head = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with plain_socket(live) as reader:
+            reader.settimeout(60)
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            poll = select.poll()
+            poll.register(reader, select.POLLERR | select.POLLHUP)
+            assert poll.poll(60_000), "the connection is still open"
+
+
+def test_connections_are_bounded(toy_tokenizer: Path) -> None:
+    with serving(settings(toy_tokenizer, max_connections=8)) as live:
+        live.wait_ready()
+        held = [plain_socket(live) for _ in range(7)]
+        with plain_socket(live) as other:
+            assert read_all(other).startswith(b"HTTP/1.1 503 ")
+        for connection in held:
+            connection.close()
+        wait_for(lambda: httpx.get(live.url + "/health").status_code == 200)
 
 
 @pytest.fixture(scope="session")
