@@ -27,7 +27,7 @@ def drop(live: Live, body: dict, *, chunks: int = 0) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         if chunks:
             for _ in range(chunks):
@@ -66,7 +66,7 @@ def test_many_dropped_streams_leave_nothing(slow: Live) -> None:
 def test_a_client_that_leaves_in_the_middle_of_its_body(live: Live) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{")
     assert live.complete(prompt="a", max_tokens=1)
 
 
@@ -85,7 +85,7 @@ def test_equal_ids_of_clients(live: Live) -> None:
 def test_two_requests_on_one_connection(live: Live) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     body = b'{"prompt":"a","max_tokens":3}'
-    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(one + one)
         connection.settimeout(5)
@@ -314,7 +314,7 @@ def test_a_second_signal_ends_at_once(toy_tokenizer: Path, tmp_path: Path, monke
         wait_for(lambda: answers(live, "/ready") == 200)
         connection = socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])))
         body = json.dumps({**LONG, "stream": True}).encode()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         assert connection.recv(100)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -349,7 +349,7 @@ def test_unread_answers_are_dropped(toy_tokenizer: Path) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data) + data
             )
             wait_for(lambda: live.state.client.num_in_flight == 1)
             wait_for(lambda: live.state.client.num_in_flight == 0, 20)
