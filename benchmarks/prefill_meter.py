@@ -2,6 +2,8 @@
 
 The prompts of all requests are put into one tree of tokens. A node that was generated has been computed while it was
 generated, all but the last of each output. Every other node has to be computed once, and no more: that is the ideal.
+What is counted against it are the prompt tokens in the steps that the device gets. (The engine's own counter has the
+tokens too that a grammar forces, which are computed in chunks like a prompt's.)
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class PrefillMeter:
 
     def __enter__(self) -> PrefillMeter:
         self._llm.flush_cache()
-        self._before = self._llm.stats().num_computed_prefill_tokens
+        self.computed = 0
+        self._thread.call(self._watch_steps)
         self._submit = self._thread.submit
         self._thread.submit = self._watch
         return self
@@ -52,9 +55,21 @@ class PrefillMeter:
 
         self._submit(message, take)
 
+    def _watch_steps(self, engine: Any) -> None:
+        runner, sequences = engine._runner, engine.scheduler._sequences
+        dispatch = runner.dispatch
+
+        def watched(decision: Any) -> Any:
+            for row in decision.rows[decision.num_decodes :]:
+                end = min(row.start + row.num_tokens, sequences[row.request_id].num_prompt)
+                self.computed += max(end - row.start, 0)
+            return dispatch(decision)
+
+        runner.dispatch = watched
+
     def __exit__(self, *exception: object) -> None:
         del self._thread.submit
-        self.computed = self._llm.stats().num_computed_prefill_tokens - self._before
+        self._thread.call(lambda engine: delattr(engine._runner, "dispatch"))
         needed = {node for prompt in self._prompt_of.values() for node in _nodes(prompt)}
         made: set[int] = set()
         for (request_id, _), ids in self._outputs.items():

@@ -18,6 +18,6 @@ def real_llm():
             pytest.skip(f"the default model is not cached and cannot be fetched here: {error}")
         raise
     with LLM(
-        path, dtype="float32", max_model_len=1024, max_num_rows=8, max_step_tokens=64, warmup=False, progress=False
+        path, dtype="float32", max_model_len=1024, max_num_rows=12, max_step_tokens=64, warmup=False, progress=False
     ) as llm:
         yield llm

@@ -106,7 +106,7 @@ def server(real_llm):
     """The same model, precision and shapes behind HTTP."""
     from live import server_process, wait_for
 
-    config = {"model": real_llm.config.model, "dtype": "float32", "max_model_len": 1024, "max_num_rows": 8}
+    config = {"model": real_llm.config.model, "dtype": "float32", "max_model_len": 1024, "max_num_rows": 12}
     with server_process({}, **config, max_step_tokens=64, warmup=False) as (_, live):
         wait_for(lambda: live.http.get("/ready").status_code == 200, 300)
         model = live.http.get("/v1/models").json()["data"][0]["id"]
