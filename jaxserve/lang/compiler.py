@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.lang.backends import as_backend
 from jaxserve.lang.backends.base import Backend
 from jaxserve.lang.batch_progress import ProgramProgress
-from jaxserve.lang.branch import Branch, ProgramRun
+from jaxserve.lang.branch import Branch
 from jaxserve.lang.expressions import Expr, Gen, Reference, Select, VarScopeBegin
 from jaxserve.lang.function import MIN_PREFIX, Arguments
 from jaxserve.lang.graph import ForkStep, Graph, GraphBranch, JoinStep, SetStep
 from jaxserve.lang.options import GenOptions, split_arguments
+from jaxserve.lang.program_run import ProgramRun
 from jaxserve.lang.reasoning import SUFFIX
 from jaxserve.lang.state import ProgramState
 from jaxserve.lang.tracer import TracedState, constant_prefix, trace_program

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.lang.backends import as_backend
 from jaxserve.lang.backends.base import Backend
 from jaxserve.lang.batch_progress import ProgramProgress
-from jaxserve.lang.branch import ProgramRun
 from jaxserve.lang.options import GenOptions, split_arguments
+from jaxserve.lang.program_run import ProgramRun
 from jaxserve.lang.state import ProgramState
 
 if TYPE_CHECKING:

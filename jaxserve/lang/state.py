@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.lang.branch import Branch, ProgramRun
+from jaxserve.lang.branch import Branch
 from jaxserve.lang.expressions import Expr, ExprList, RoleBegin, RoleEnd, VarScopeBegin, VarScopeEnd, as_expr
+from jaxserve.lang.program_run import ProgramRun
 
 
 class ProgramState:
