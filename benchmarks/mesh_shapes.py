@@ -27,11 +27,11 @@ from jaxserve.models.registry import HF_ARCHITECTURES, family_of
 from jaxserve.models.sharded_parameters import ShardedParameters
 from jaxserve.models.tensor_parallel import shard_config
 from jaxserve.sharding.mesh import make_mesh
-from jaxserve.sharding.shape import parse_mesh, resolve_shape
+from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
 
 from jaxserve.runner.buckets import StepShapes
 from jaxserve.runner.runner import make_programs
-from jaxserve.runner.step import Program
+from jaxserve.runner.step import Program, StepPrograms
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
@@ -63,11 +63,22 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "f32": 4, 
 def read_config(content: dict[str, Any], num_layers: int | None = None) -> ModelConfig:
     if num_layers is not None:
         content = content | {"num_hidden_layers": num_layers}
+        if "first_k_dense_replace" in content:  # at least one layer of each kind
+            content["first_k_dense_replace"] = min(content["first_k_dense_replace"], num_layers - 1)
     hf = HFConfig(content, Path("config.json"))
     return family_of(hf.architecture, known=HF_ARCHITECTURES, where="config.json").read_hf(hf)
 
 
 def forward_program(
+    config: ModelConfig, mesh_text: str, devices: Sequence[jax.Device], *, num_tokens: int, **sizes: Any
+) -> Program:
+    """The forward program of `num_tokens` tokens for each rank, with abstract weights."""
+    return forward_shapes(config, mesh_text, devices, num_tokens=num_tokens, **sizes)[0].program(
+        ("forward", num_tokens)
+    )
+
+
+def forward_shapes(
     config: ModelConfig,
     mesh_text: str,
     devices: Sequence[jax.Device],
@@ -78,8 +89,8 @@ def forward_program(
     page_size: int = 64,
     num_pages: int = 4097,
     **options: Any,
-) -> Program:
-    """The forward program of `num_tokens` tokens for each rank, with abstract weights."""
+) -> tuple[StepPrograms, MeshShape]:
+    """All programs with steps of `num_tokens` tokens for each rank, with abstract weights; sizes are per rank."""
     shape = resolve_shape(parse_mesh(mesh_text), config.moe.num_experts if config.moe else 0)
     mesh = make_mesh(shape, devices)
     wanted = {"dtype": "bfloat16", "page_size": page_size, "page_dtype": "bfloat16", "attention": "xla"} | options
@@ -89,7 +100,7 @@ def forward_program(
         max_num_rows=rows, pages_per_row=pages_per_row, page_size=page_size, num_pages=num_pages,
         vocab_size=config.vocab_size, token_buckets=(num_tokens,), sample_buckets=(rows,),
     )  # fmt: skip
-    return make_programs(model, shapes, runtime, mesh, hidden_size=config.hidden_size).program(("forward", num_tokens))
+    return make_programs(model, shapes, runtime, mesh, hidden_size=config.hidden_size), shape
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
