@@ -40,11 +40,12 @@ def plan_replicas(load: np.ndarray, num_devices: int, slots_per_device: int) -> 
         if share.max() <= 0:
             break  # nothing left that a copy would help
         copies[int(share.argmax())] += 1
-    return _deal_out(load / copies, copies, num_devices, slots_per_device)
+    return _deal_out(load, copies, num_devices, slots_per_device)
 
 
-def _deal_out(share: np.ndarray, copies: np.ndarray, num_devices: int, slots_per_device: int) -> ReplicationPlan:
+def _deal_out(load: np.ndarray, copies: np.ndarray, num_devices: int, slots_per_device: int) -> ReplicationPlan:
     held: list[list[int]] = [[] for _ in range(num_devices)]
+    share = load / copies
     work = np.zeros(num_devices)
     order = sorted(range(len(share)), key=lambda expert: (-share[expert], expert))
     for expert in order:
@@ -62,6 +63,7 @@ def _deal_out(share: np.ndarray, copies: np.ndarray, num_devices: int, slots_per
             device = min(open_devices, key=lambda one: (work[one], len(held[one]), one))
             held[device].append(expert)
             work[device] += share[expert]
+    work = np.array([sum(load[expert] / copies[expert] for expert in experts) for experts in held])
     mean = work.sum() / num_devices
     return ReplicationPlan(
         tuple(tuple(sorted(experts)) for experts in held),
