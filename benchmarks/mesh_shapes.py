@@ -141,9 +141,7 @@ def qwen3_235b(devices: Sequence[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
     return _case("qwen3_235b", devices)
 
 
-def report(program: Program) -> None:
-    compiled = program.lower().compile()
-    memory = compiled.memory_analysis()
+def report(program: Program, *, compiles: bool) -> None:
     gib = 2**30
 
     def size(tree: Any) -> float:
@@ -151,6 +149,10 @@ def report(program: Program) -> None:
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / gib
 
     print(f"per device, GiB: weights {size(program.arguments[0]):.2f}, pages {size(program.arguments[1]):.2f}")
+    if not compiles:
+        return
+    compiled = program.lower().compile()
+    memory = compiled.memory_analysis()
     arguments, aliased = memory.argument_size_in_bytes / gib, memory.alias_size_in_bytes / gib
     temporary = memory.temp_size_in_bytes / gib
     print(f"compiled: arguments {arguments:.2f}, aliased {aliased:.2f}, temporaries {temporary:.2f}")
@@ -165,11 +167,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--dispatch", default="gather")
+    parser.add_argument("--compile", action="store_true", help="minutes for tens of layers")
     options = parser.parse_args()
     devices = jax.devices()
     config = read_config(MODELS[options.model], options.layers)
     print(f"{options.model}, {config.num_layers} layers, {options.mesh}, {options.tokens} tokens for each rank")
-    report(forward_program(config, options.mesh, devices, num_tokens=options.tokens, expert_dispatch=options.dispatch))
+    program = forward_program(
+        config, options.mesh, devices, num_tokens=options.tokens, expert_dispatch=options.dispatch
+    )
+    report(program, compiles=options.compile)
 
 
 if __name__ == "__main__":
