@@ -16,6 +16,7 @@ from jaxserve.lang.batch_progress import ProgramProgress
 from jaxserve.lang.options import GenOptions, split_arguments
 from jaxserve.lang.program_run import ProgramRun
 from jaxserve.lang.state import ProgramState
+from jaxserve.lang.tracer import constant_prefix, trace_program
 
 if TYPE_CHECKING:
     from jaxserve.lang.compiler import CompiledProgram
@@ -171,14 +172,12 @@ class Function:
 
         Raises TraceError where the function asks for a value that only a run can know.
         """
-        from jaxserve.lang.tracer import trace_program
-
         self._check_names(arguments)
         return trace_program(self, self.bound | arguments).graph
 
     def compile(self, *, backend: Any = None) -> CompiledProgram:
         """The program as a graph that runs beside the scheduler, see jaxserve.lang.compiler."""
-        from jaxserve.lang.compiler import CompiledProgram
+        from jaxserve.lang.compiler import CompiledProgram  # it builds on this module
 
         return CompiledProgram(self, None if backend is None else as_backend(backend))
 
@@ -187,8 +186,6 @@ class Function:
         self._cached_prefix(as_backend(backend))
 
     def _cached_prefix(self, place: Backend) -> object | None:
-        from jaxserve.lang.tracer import constant_prefix
-
         known = self._prefixes.get(id(place))
         if known is None:
             context = constant_prefix(self, place)

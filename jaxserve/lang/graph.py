@@ -125,7 +125,7 @@ class Graph:
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
-        from jaxserve.lang.drawing import draw
+        from jaxserve.lang.drawing import draw  # it builds on this module
 
         return draw(self)
 
