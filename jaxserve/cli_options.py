@@ -28,6 +28,7 @@ ENGINE_HELP = {
     "quantization": f"Quantise weights while they are read: {', '.join(QUANTIZATIONS)}.",
     "weights": f"Weights that a file stores in blocks: {', '.join(WEIGHTS)}. stored: multiplied as they are; dense: "
     "expanded when loaded.",
+    "generation_config": "Take sampling defaults from the model's generation_config.json.",
     "check_weights": "Refuse checkpoints that hold NaN or infinity.",
     "page_dtype": f"Type of the cached K/V: {', '.join(DTYPES)}.",
     "max_model_len": "Longest prompt + output in tokens. Default: what the model allows, at most 8192.",

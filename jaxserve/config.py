@@ -30,6 +30,8 @@ class EngineConfig:
                        dtype when loaded; "both": blocks for few rows and an expanded copy for many; "auto": on CPU
                        both, or stored where memory is short; elsewhere stored for published quantised safetensors
                        and for `quantization`, dense for GGUF
+    generation_config  requests that do not say take temperature, top_p, top_k, min_p and repetition_penalty from the
+                       model's generation_config.json
     check_weights      refuse checkpoints with NaN or infinity in them
     page_dtype         type of cached K/V; "auto": bfloat16 where the attention backend writes it in place,
                        float32 with dtype float32
@@ -65,6 +67,7 @@ class EngineConfig:
     quantization: str = "none"
     weights: str = "auto"
     check_weights: bool = False
+    generation_config: bool = True
     page_dtype: str = "auto"
     max_model_len: int | None = None
     page_size: int | None = None

@@ -33,6 +33,7 @@ from jaxserve.encoder_engine import EncoderEngine
 from jaxserve.engine import Engine
 from jaxserve.engine_link import check_address, open_socket, parse_config
 from jaxserve.engine_loop import EngineLoop
+from jaxserve.generation_defaults import generation_defaults
 from jaxserve.hub import ModelSource, resolve_model
 from jaxserve.messages import EngineFailed, ModelInfo, encode
 from jaxserve.models.loading import is_encoder
@@ -69,6 +70,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         task=runner.model_config.task,
         pooling=runner.model_config.pooling,
         embedding_size=runner.model_config.hidden_size,
+        defaults=generation_defaults(source.path) if config.generation_config else {},
     )
     engine = Engine(runner, tokenizer, config, model=model)
     engine.prepare_grammars()

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
@@ -50,7 +51,8 @@ class LLM:
     """A model, its tokenizer and an engine.
 
     model           name known to the resolver, Hugging Face id, folder or GGUF file; None: the default model
-    default_params  SamplingParams of calls that bring none
+    default_params  SamplingParams of calls that bring none; None: DEFAULT_PARAMS, with what the model's files say of
+                    temperature and the like (generation_config.json)
     progress        show bars for loading, and for generations that take long
     options         fields of EngineConfig, for instance dtype="float32", max_model_len=4096, deterministic=True
 
@@ -62,7 +64,7 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        default_params: SamplingParams = DEFAULT_PARAMS,
+        default_params: SamplingParams | None = None,
         progress: bool = True,
         **options: Any,
     ) -> None:
@@ -80,7 +82,7 @@ class LLM:
         cls,
         engine: Engine | EncoderEngine,
         *,
-        default_params: SamplingParams = DEFAULT_PARAMS,
+        default_params: SamplingParams | None = None,
         progress: bool = False,
     ) -> LLM:
         """An LLM around an engine that exists already, which it owns from here on."""
@@ -88,11 +90,11 @@ class LLM:
         llm._start(engine, default_params, progress)
         return llm
 
-    def _start(self, engine: Engine | EncoderEngine, default_params: SamplingParams, progress: bool) -> None:
+    def _start(self, engine: Engine | EncoderEngine, default_params: SamplingParams | None, progress: bool) -> None:
         self.config = engine.config
         self.model = engine.model
         self.tokenizer = cast(Tokenizer, engine.tokenizer)  # an Engine asks less of it than LLM
-        self.default_params = default_params
+        self.default_params = default_params or msgspec.structs.replace(DEFAULT_PARAMS, **engine.model.defaults)
         self._progress = progress
         self._trace = engine.trace
         self._ids = itertools.count()

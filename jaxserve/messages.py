@@ -194,6 +194,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     task             "generate": AddRequest and AddEmbedding are answered; "embed": AddEmbedding alone
     pooling          one of POOLINGS: what AddEmbedding.pooling "" means
     embedding_size   values of a whole embedding
+    defaults         fields of SamplingParams for requests that do not set them (generation_config.json)
     """
 
     name: str
@@ -208,6 +209,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: str = "generate"
     pooling: str = "last"
     embedding_size: int = 0
+    defaults: dict[str, float] = {}
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

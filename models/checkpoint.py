@@ -102,6 +102,12 @@ def _listed(found: Sequence[str]) -> str:
     return ", ".join(found[:_MAX_LISTED]) + more
 
 
+def on_device(values: np.ndarray) -> jax.Array:
+    """An array that nobody else will change. On CPU its memory becomes the device's where it is aligned: weights are
+    never donated, and a copy would double the largest of them."""
+    return jax.device_put(values, may_alias=True)
+
+
 class PlannedParameters:
     """Answers with shapes only and notes which tensors of which shape the model asks for."""
 
@@ -169,7 +175,7 @@ class CheckpointParameters:
         weights: str,
         quantization: str,
         progress: Progress | None,
-        place: Callable[[np.ndarray], Any] = jnp.asarray,
+        place: Callable[[np.ndarray], Any] = on_device,
     ) -> None:
         self.place = place
         self.config, self.names, self.file = config, names, file
@@ -197,7 +203,7 @@ class CheckpointParameters:
         stored = joined([self._dense([at]) if part is None else part for at, part in zip(tensors, parts)])
         if self.weights != "both":
             return stored
-        return DoubleWeight(stored, jnp.asarray(self._expanded(stored)))
+        return DoubleWeight(stored, on_device(self._expanded(stored)))
 
     def _expanded(self, stored: QuantizedWeight | JoinedWeight) -> np.ndarray:
         """The values of quantised parts, one below the other, rounded once to the compute dtype."""

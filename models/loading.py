@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxserve.models.checkpoint import DTYPES, AnyConfig, CheckpointParameters, Progress, check_tensors
+from jaxserve.models.checkpoint import DTYPES, AnyConfig, CheckpointParameters, Progress, check_tensors, on_device
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.config_encoder import EncoderConfig
 from jaxserve.models.config_gguf import GGUFConfig
@@ -90,7 +89,7 @@ def load_model(
         check_weights=check_weights,
         weights=weights,
         quantization=quantization,
-        place=jnp.asarray if mesh is None else np.asarray,
+        place=on_device if mesh is None else np.asarray,
     )
     if mesh is None:
         return _build(config, options, reader)
@@ -108,7 +107,7 @@ def open_parameters(
     check_weights: bool = False,
     weights: str = "dense",
     quantization: str = "",
-    place: Callable[[np.ndarray], Any] = jnp.asarray,
+    place: Callable[[np.ndarray], Any] = on_device,
 ) -> CheckpointParameters:
     """The parameters of the whole model, all names and shapes checked and no value read yet. Arguments and errors are
     load_model's; place: what becomes of an array that has been read."""

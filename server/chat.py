@@ -52,7 +52,9 @@ async def chat_job(
     """Check a request and make it ready for the engine. Other dialects translate their requests into this one; their
     answers are made from chat_completion() and ChatChunks. Raises ApiError."""
     loaded = server.model(request.model)
-    options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
+    options = sampling_options(
+        request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size, defaults=loaded.info.defaults
+    )
     chat_logprobs(request, options)
     use = await plan_tools(server, request)
     max_tokens, limit_name = chat_max_tokens(request)

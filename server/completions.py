@@ -24,7 +24,9 @@ _encode = msgspec.json.encode
 async def complete(server: Server, http: Request, request: CompletionRequest) -> Response:
     """Answer one request. Raises ApiError."""
     loaded = server.model(request.model)
-    options = sampling_options(request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
+    options = sampling_options(
+        request, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size, defaults=loaded.info.defaults
+    )
     completion_logprobs(request, options)
     options["grammar"] = await checked_grammar(server, loaded, request)
     if request.max_tokens == 0 and not request.echo:

@@ -177,7 +177,9 @@ async def _translate(native: NativeSampling, place: str, server: Server) -> _Opt
     try:
         made = msgspec.convert({"prompt": "", **given}, CompletionRequest, strict=True)
         loaded = server.model(None)
-        options = sampling_options(made, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size)
+        options = sampling_options(
+            made, max_n=server.settings.max_n, vocab_size=loaded.info.vocab_size, defaults=loaded.info.defaults
+        )
         options["grammar"] = await checked_grammar(server, loaded, made)
     except msgspec.ValidationError as error:
         raise renamed(from_validation(error, given, HINTS, CompletionRequest), name_of) from None

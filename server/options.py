@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.server.errors import ApiError, from_invalid_parameter, invalid_value
@@ -18,8 +19,11 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-def sampling_options(request: GenerationRequest, *, max_n: int, vocab_size: int) -> dict[str, Any]:
-    """Arguments of SamplingParams that both kinds of request share, max_tokens and logprobs aside.
+def sampling_options(
+    request: GenerationRequest, *, max_n: int, vocab_size: int, defaults: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Arguments of SamplingParams that both kinds of request share, max_tokens and logprobs aside. defaults: those of
+    the model (ModelInfo.defaults), for fields that the request leaves out.
 
     Raises ApiError 400 for what no range in the request's type could express.
     """
@@ -27,7 +31,7 @@ def sampling_options(request: GenerationRequest, *, max_n: int, vocab_size: int)
     n = request.n if request.n is not None else 1
     if n > max_n:
         raise invalid_value("n", n, f"1 to {max_n}")
-    options: dict[str, Any] = {"n": n}
+    options: dict[str, Any] = {"n": n, **(defaults or {})}
     for name in _PLAIN_FIELDS:
         value = getattr(request, name)
         if value is not None:
