@@ -348,6 +348,7 @@ def _engine(model: ModelDeployment, api_keys: list[str]) -> Any:
             request_router_class=PrefixRouter, request_router_kwargs={"route": model.route}
         ),
         "health_check_period_s": 2.0,
+        "health_check_timeout_s": 60.0,
         "graceful_shutdown_timeout_s": 30.0,
     }
     if model.autoscaling is not None:

@@ -15,18 +15,22 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from engine_fakes import make_engine
 
+from jaxserve.cache.page_hashes import hash_pages, namespace_hash
 from jaxserve.config import EngineConfig
 from jaxserve.engine_link import check_address, engine_command, make_private_folder, open_socket, parse_config
 from jaxserve.engine_loop import EngineLoop
 from jaxserve.messages import (
     AbortRequest,
     AddRequest,
+    CacheEvents,
     EngineFailed,
     EngineReady,
+    FlushCache,
     Heartbeat,
     OutputBatch,
     Shutdown,
@@ -122,6 +126,18 @@ def test_a_request_travels_there_and_back():
         front.add("x")
         front.send(AbortRequest("x"))
         assert front.outputs_until_end("x")[-1].finish_reason == "abort"
+
+
+def test_cached_pages_are_told_if_asked_for():
+    prompt = list(range(10))
+    with loop_in_thread(kv_events=True) as (front, _):
+        front.wait_for(EngineReady)
+        front.send(AddRequest(request_id="r", prompt=prompt, params=SamplingParams(max_tokens=2)))
+        told = front.wait_for(CacheEvents)
+        expected = hash_pages(namespace_hash(""), np.array(prompt, np.int32), 4)
+        assert told.stored == expected and told.evicted == []
+        front.send(FlushCache())
+        assert set(front.wait_for(CacheEvents).evicted) >= set(expected)
 
 
 def test_outputs_of_one_step_come_as_one_batch():

@@ -15,15 +15,18 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import zmq
 from toy_model import CONTEXT, PAGE, toy_words
 
+from jaxserve.cache.page_hashes import hash_pages, namespace_hash
 from jaxserve.detokenizer import Detokenizer, TextStream
 from jaxserve.engine_link import check_address, open_socket, parse_config
 from jaxserve.messages import (
     AbortRequest,
     AddEmbedding,
     AddRequest,
+    CacheEvents,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -66,6 +69,7 @@ class FakeEngine:
         self.detokenizer = Detokenizer(tokenizer)
         self.options = options
         self.max_waiting = parse_config(options.config).max_waiting
+        self.kv_events = parse_config(options.config).kv_events
         self.eos = tokenizer.eos_token_ids[0]
         self.running: list[Writer] = []
         self.seen: dict[str, list[list[int]]] = {}
@@ -146,6 +150,9 @@ class FakeEngine:
         num_cached = self.look_up(message)
         self.num_prompt += len(message.prompt)
         self.num_cached += num_cached
+        if self.kv_events:
+            pages = hash_pages(namespace_hash(message.namespace), np.array(message.prompt, np.int32), PAGE)
+            self.socket.send(encode(CacheEvents(pages, [])))
         params = message.params
         for index in range(params.n):
             key = f"{text}|{'greedy' if params.is_greedy else (params.seed, index)}"
