@@ -45,6 +45,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 help:  ## what can be made
 	@echo "make serve [MODEL=$(MODEL)] [PORT=$(PORT)] [ARGS=...]   install and serve (jaxserve serve --help lists ARGS)"
 	@echo "make test [PYTHON=python3.12] [PYTEST_ARGS=...]     install with test tools; lint, import rules, tests"
+	@echo "make ray-test                                        a local Ray cluster: two replicas, one is lost"
 	@echo "make lint | format | clean | distclean"
 
 serve: $(SERVE_READY)
