@@ -31,8 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     from ray import serve
 
     folder = write_small_model(tmp_path_factory.mktemp("model"))
-    engine = {"num_pages": 200, "page_size": 16, "max_num_rows": 2, "max_step_tokens": 32, "max_model_len": 512}
-    engine["warmup"] = False  # a replica is there sooner; what is asked compiles little
+    engine = {"num_pages": 200, "page_size": 16, "max_num_rows": 1, "max_step_tokens": 16, "max_model_len": 512}
     models = [
         ModelDeployment(model=str(folder), name="small", replicas=2, engine=engine, num_cpus=0.1),
         ModelDeployment(model=str(folder), name="other", replicas=1, engine=engine, num_cpus=0.1),
