@@ -75,7 +75,7 @@ def _expansion(kind: str, target: str) -> str:
     return register_handler(name, lambda: _make_expansion(name, kind, target))
 
 
-def _loader(kind: str) -> LoadWeights:
+def make_loader(kind: str) -> LoadWeights:
     """STEP (one block of) stored weights as float32 vectors."""
     size = block_bytes(kind)
     bytes16, shorts16 = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
@@ -145,7 +145,7 @@ def _loader(kind: str) -> LoadWeights:
 
 def _make_expand(kind: str, target_kind: str) -> Any:
     """expand(row, target, k): one stored row to float32 or bfloat16."""
-    load = _loader(kind)
+    load = make_loader(kind)
 
     def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
         size = ELEMENT_BYTES[target_kind]
@@ -159,7 +159,7 @@ def _make_expand(kind: str, target_kind: str) -> Any:
 
 def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:
     expand, expanded_block = _make_expand(kind, "float32"), make_block("float32", False, prefetch=0)
-    stored_block = make_block("float32", False, load_weights=_loader(kind), prefetch=1)
+    stored_block = make_block("float32", False, load_weights=make_loader(kind), prefetch=1)
     stored_size, tail, outputs_at_once = block_bytes(kind), tail_bytes(kind), frames.OUTPUTS
 
     @named(name)

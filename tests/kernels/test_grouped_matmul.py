@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.grouped_matmul import xla
 from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
-from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize, quantize_int8
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize, row_bytes
 
 FORMS = {
     "reference": grouped_matmul_reference,
@@ -92,13 +93,16 @@ def test_other_platforms_take_ragged_dot(platform: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
-def test_quantised_experts(backend: str) -> None:
-    x, w, sizes = make([3, 0, 7], 2, (24, 64), "float32")
-    kept = [quantize_int8(matrix) for matrix in w]
-    stack = QuantizedWeight(jnp.stack([one.codes for one in kept]), "int8", (24, 64))
+@pytest.mark.parametrize("kind", ["int8", "q4_1", "fp8_32"])  # how each form is read is tested with `linear`
+def test_quantised_experts(backend: str, kind: str) -> None:
+    x, _, sizes = make([3, 0, 7], 2, (24, 64), "float32")
+    # Any bytes are a valid block but for scales that would be infinite or NaN: keep those bytes small.
+    codes = np.random.default_rng(1).integers(0, 60, (3, 24, row_bytes(kind, 64)), dtype=np.uint8)
+    stack = QuantizedWeight(jnp.asarray(codes), kind, (24, 64), "float32")
     out = np.asarray(grouped_matmul(jnp.asarray(x), stack, jnp.asarray(sizes), backend=backend))
-    values = np.stack([np.asarray(dequantize(one)) for one in kept]).astype(ml_dtypes.bfloat16)
-    np.testing.assert_allclose(out, oracle(x, values, sizes), rtol=0, atol=3e-5)
+    values = np.stack([np.asarray(dequantize(dataclasses.replace(stack, codes=jnp.asarray(one)))) for one in codes])
+    expected = oracle(x, values, sizes)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 def test_wrong_arguments_are_named() -> None:

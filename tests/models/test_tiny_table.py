@@ -1,6 +1,8 @@
-"""The table of families in README.md says what the code does. To renew it:
+"""The table of families in README.md says what the code does. Runs behind test_tiny_models.py, which compiles them.
 
-JAXSERVE_RENEW=1 pytest tests/models/test_support_table.py
+To renew it:
+
+JAXSERVE_RENEW=1 pytest tests/models/test_tiny_table.py
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tiny_weights import FIXTURES, checkpoint
 from jaxserve.hub import ModelSource
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- families: made by tests/models/test_support_table.py -->\n", "<!-- end of families -->"
+BEGIN, END = "<!-- families: made by tests/models/test_tiny_table.py -->\n", "<!-- end of families -->"
 COLUMNS = ("family", "loads", "prefill", "decode", "tensor parallel", "quantised", "GGUF")
 YES, NO = "✓", "–"
 
