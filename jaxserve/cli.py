@@ -139,6 +139,16 @@ def ray(config: Annotated[Path, typer.Argument(help="YAML: models, replicas, aut
 
 
 @app.command()
+def tune(
+    folder: Annotated[Path, typer.Argument(help="Where the file goes; name it in JAXSERVE_TUNED to use it.")],
+) -> None:
+    """Time block sizes of the GPU kernels on the card at hand and write them to FOLDER."""
+    from jaxserve.pallas_kernels.tuning import tune as search
+
+    print(search(folder))
+
+
+@app.command()
 @with_engine_options
 def chat(
     engine: dict[str, Any],

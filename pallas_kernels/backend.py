@@ -12,7 +12,8 @@ import logging
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
-MATMUL_BACKENDS = ("cpu_ffi", "xla")
+# "mosaic" has products of its own for experts; dense ones are XLA's.
+MATMUL_BACKENDS = ("cpu_ffi", "xla", "mosaic")
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]
 
 def _resolve_mosaic(field: str, requested: str, platform: str) -> str:
     if requested == "mosaic" and platform != "gpu":
-        raise ValueError(f"{field}: got 'mosaic' on platform {platform!r}; allowed there: auto, xla, interpret")
+        raise ValueError(f"{field}: got 'mosaic' on platform {platform!r}; allowed there: auto, xla")
     if requested == "interpret" and platform != "cpu":
         raise ValueError(f"{field}: got 'interpret' on platform {platform!r}; allowed there: auto, xla")
     is_available, reason = mosaic_available(interpret=requested == "interpret")

@@ -17,6 +17,7 @@ share come from the L2 cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ class MLABlocks:
     num_sms: int = 132
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "blocks", "deterministic", "interpret"))
 def mla_attention_mosaic(
     q: jax.Array,  # [T, H, R + P]
     new: jax.Array,  # [T, R + P]

@@ -6,6 +6,7 @@ Pages are [page, kv_head, 2, token, head_dim] with head_dim padded to a multiple
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_plan import (
 from jaxserve.pallas_kernels.paged_attention.mosaic_prefill import PrefillBlocks, prefill, tile_tokens
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.pallas_kernels.tuning import block_sizes, card_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +40,22 @@ class MosaicOptions:
     num_sms: int = 132
 
 
+def options_from(sizes: dict[str, Any]) -> MosaicOptions:
+    """sizes: "decode" and "prefill" of a file under tuned/; what else stands there (times) is left out."""
+
+    def pick(kind: str, cls: Any) -> Any:
+        return cls(**{field.name: sizes[kind][field.name] for field in dataclasses.fields(cls)})
+
+    return MosaicOptions(pick("decode", DecodeBlocks), pick("prefill", PrefillBlocks))
+
+
 def default_options(head_dim: int) -> MosaicOptions:
-    """Sizes that fit shared memory and registers for `head_dim` (padded)."""
-    if head_dim > 128:
-        return MosaicOptions(DecodeBlocks(stages=2, blocks_per_sm=1), PrefillBlocks(keys=64, stages=2))
-    return MosaicOptions(DecodeBlocks(), PrefillBlocks())
+    """Block sizes for `head_dim` (padded) on the device at hand."""
+    return options_from(block_sizes(card_name(jax.devices()[0].device_kind), "paged_attention", head_dim))
 
 
+# A program of its own inside the step: layers that are alike are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=("spec", "deterministic", "options", "interpret"))
 def paged_attention_mosaic(
     q: jax.Array,  # [T, H, D]
     k: jax.Array,  # [T, KV, D]
@@ -68,7 +79,10 @@ def paged_attention_mosaic(
     widen = ((0, 0), (0, 0), (0, head_dim - spec.head_dim))
     q, k, v = (jnp.pad(x, widen).astype(pages.dtype) for x in (q, k, v))
     pages = write_kv(k, v, pages, batch.write_slot, interpret=interpret)
-    out = _prefill(q, pages, batch, spec, sinks, options, 1 if deterministic else 2, interpret)
+    if num_tokens > 1 or deterministic:
+        out = _prefill(q, pages, batch, spec, sinks, options, 1 if deterministic else 2, interpret)
+    else:
+        out = jnp.zeros(q.shape, jnp.float32)
     if not deterministic:
         row = jnp.minimum(batch.row_of_token, batch.seq_len.shape[0] - 1)
         decodes = (query_lengths(batch) == 1)[row][:, None, None]

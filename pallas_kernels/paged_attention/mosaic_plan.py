@@ -93,16 +93,33 @@ def plan_prefill(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int, min_l
     """
     num_rows = batch.seq_len.shape[0]
     start, length = batch.query_start[:-1], query_lengths(batch)
-    load = start // LOAD_ALIGN * LOAD_ALIGN
-    count = jnp.where(length >= min_length, _cdiv(start + length - load, tile_tokens), 0)
-    end = jnp.cumsum(count)
-    tile = jnp.arange(max_prefill_tiles(num_tokens, num_rows, tile_tokens), dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(end, tile, side="right"), num_rows - 1).astype(jnp.int32)
-    begin = load[row] + (tile - (end - count)[row]) * tile_tokens
-    first = jnp.maximum(start[row] - begin, 0)
-    taken = jnp.minimum(begin + tile_tokens, start[row] + length[row]) - begin - first
-    taken = jnp.where(tile < end[-1], taken, 0)
+    row, begin, first, taken = cut_tiles(
+        start,
+        jnp.where(length >= min_length, length, 0),
+        tile_tokens=tile_tokens,
+        max_tiles=max_prefill_tiles(num_tokens, num_rows, tile_tokens),
+    )
     position = batch.seq_len[row] - length[row] + begin + first - start[row]
     table = jnp.stack([row, begin // LOAD_ALIGN, first, taken, position], axis=1)
     table = jnp.where((taken > 0)[:, None], table, 0).astype(jnp.int32)
     return table[jnp.argsort(-(table[:, 4] + table[:, 3]))]
+
+
+def cut_tiles(
+    start: jax.Array,  # [n] int32: first of the flat items of each group
+    length: jax.Array,  # [n] int32: how many
+    *,
+    tile_tokens: int,
+    max_tiles: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cut groups of flat items into tiles that never straddle groups. Returns, [max_tiles] int32 each: group; where
+    the tile begins, a multiple of 8; index in the tile of its first item; number of items (0: unused)."""
+    load = start // LOAD_ALIGN * LOAD_ALIGN
+    count = jnp.where(length > 0, _cdiv(start + length - load, tile_tokens), 0)
+    end = jnp.cumsum(count)
+    tile = jnp.arange(max_tiles, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(end, tile, side="right"), start.shape[0] - 1).astype(jnp.int32)
+    begin = load[group] + (tile - (end - count)[group]) * tile_tokens
+    first = jnp.maximum(start[group] - begin, 0)
+    taken = jnp.minimum(begin + tile_tokens, start[group] + length[group]) - begin - first
+    return group, begin, first, jnp.where(tile < end[-1], taken, 0)

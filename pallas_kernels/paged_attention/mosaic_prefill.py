@@ -103,10 +103,26 @@ def _prefill_kernel(
         plgpu.barrier_wait(q_ready.at[warpgroup])
         factor = LOG2E if spec.logit_softcap else spec.scale * LOG2E
 
+        def clear_values(slot, first_bad):
+            plgpu.barrier_wait(v_ready.at[slot])
+
+            @pl.when(warpgroup == 0)
+            def _first_clears():
+                clear_tail(v_smem.at[slot], first_bad)
+                plgpu.barrier_arrive(tail_ready)
+
+            @pl.when(warpgroup > 0)
+            def _other_waits():
+                plgpu.barrier_wait(tail_ready)
+
         def step_body(step, carry, *, is_masked: bool):
             acc, m, norm = carry  # [TILE, D], [TILE], [TILE]
             slot = lax.rem(step, stages)
             start = (begin + step) * keys
+            # In front of everything else, while few registers are in use.
+            has_tail = start + keys > seq_len
+            if is_masked:
+                pl.when(has_tail)(lambda: clear_values(slot, seq_len - start))
             plgpu.barrier_wait(k_ready.at[slot])
             s = product((TILE, keys), q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
             plgpu.barrier_arrive(k_free.at[slot])
@@ -128,20 +144,13 @@ def _prefill_kernel(
                 p_smem.at[warpgroup][...] = p
                 plgpu.commit_smem()
                 p = p_smem.at[warpgroup]
-            plgpu.barrier_wait(v_ready.at[slot])
             if is_masked:
 
-                @pl.when(start + keys > seq_len)
-                def _clear():
-                    @pl.when(warpgroup == 0)
-                    def _first_clears():
-                        clear_tail(v_smem.at[slot], seq_len - start)
-                        plgpu.barrier_arrive(tail_ready)
-
-                    @pl.when(warpgroup > 0)
-                    def _other_waits():
-                        plgpu.barrier_wait(tail_ready)
-
+                @pl.when(jnp.logical_not(has_tail))
+                def _wait_values():
+                    plgpu.barrier_wait(v_ready.at[slot])
+            else:
+                plgpu.barrier_wait(v_ready.at[slot])
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
             acc = add_product(acc, p, v_smem.at[slot], interpret=interpret)
             plgpu.barrier_arrive(v_free.at[slot])

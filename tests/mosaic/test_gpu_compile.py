@@ -1,0 +1,48 @@
+"""Machine code of the GPU kernels, compiled for a described H200 without a card. Minutes: `pytest -m slow`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import gpu_cases  # noqa: E402
+import gpu_compile  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [case.name for case in gpu_cases.all_cases()] + ["step Llama-3-8B", "step Qwen3-30B-A3B"]
+)
+def test_compiles_for_h200_without_spills(name):
+    if reason := gpu_compile.missing():
+        pytest.skip(f"compiling for a described GPU: {reason}")
+    command = [sys.executable, str(BENCHMARKS / "gpu_compile.py"), "--target", "h200", "--case", name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["problems"] == []
+
+
+def test_problems_are_found():
+    """The checks themselves, on a report that has everything wrong."""
+    kernel = {
+        "name": "paged_decode", "spill_bytes": 8, "shared_memory": 300000, "instructions": {"LDG": 3}, "proxy_fences": 0
+    }  # fmt: skip
+    report = {"case": "step x", "kernels": [kernel], "aliased": 5, "pool": 10, "temporaries": 100}
+    found = gpu_compile.problems(report, ("HGMMA", "UTMALDG"))
+    assert len(found) == 7
+    fine = kernel | {
+        "spill_bytes": 0,
+        "shared_memory": 9,
+        "instructions": {"HGMMA": 1, "UTMALDG": 1},
+        "proxy_fences": 2,
+    }
+    assert gpu_compile.problems(report | {"kernels": [fine], "aliased": 10, "temporaries": 1}, ("HGMMA",)) == []
+    assert gpu_compile.problems(report | {"kernels": [], "aliased": 10, "temporaries": 1}, ()) != []
