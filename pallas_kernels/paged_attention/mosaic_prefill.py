@@ -61,7 +61,7 @@ def tile_tokens(spec: AttentionSpec) -> int:
 
 def _prefill_kernel(
     q_ref, pages_ref, table_ref, seq_len_ref, tiles_ref, sinks_ref, out_ref,
-    q_out_smem, k_smem, v_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, tail_ready,
+    q_out_smem, k_smem, v_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, tail_ready, queries_read,
     *, spec: AttentionSpec, num_heads: int, interpret: bool,
 ):  # fmt: skip
     # q_ref [T, H, D]; out_ref the same in float32; pages_ref [pages, KV, 2, page_size, D]; sinks_ref [H], base 2.
@@ -169,6 +169,9 @@ def _prefill_kernel(
             carry = lax.fori_loop(0, plain, lambda step, c: step_body(step, c, is_masked=False), carry)
         acc, m, norm = lax.fori_loop(plain, steps, lambda step, c: step_body(step, c, is_masked=True), carry)
 
+        # Results take the place of the queries, and one warpgroup's results that of the other's queries.
+        plgpu.barrier_arrive(queries_read)
+        plgpu.barrier_wait(queries_read)
         if spec.has_sinks:
             norm = norm + jnp.exp2(sinks_ref[head] - m)
         # A surplus query may have seen nothing: its 0 / 0 is dropped.
@@ -241,6 +244,7 @@ def prefill(
             ready,
             free,
             free,
-            plgpu.Barrier(num_arrivals=1),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=COMPUTING),
         ],
     )(q, pages, page_table, seq_len, tiles, scaled)
