@@ -9,6 +9,7 @@ depend on the tokens beside it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,10 @@ class MoE(nnx.Module):
         """x [T, H] -> [T, H] float32."""
         ids, weights = self.route(x, batch)
         mesh = self.options.mesh
+        if mesh.num_devices > 1:
+            # How many of this rank's tokens chose each expert; whoever runs the model may read it (expert_counts).
+            chosen = jnp.zeros(self.moe.num_experts, jnp.int32).at[ids.reshape(-1)].add(1, mode="drop")
+            self.load = nnx.Intermediate(chosen)
         out = self.compute_local(x, ids, weights) if mesh.expert == 1 else self._dispatch(x, ids, weights)
         if self.shared is not None:
             out = out + self.compute_shared(x)
@@ -250,3 +255,10 @@ class MoE(nnx.Module):
         configuration has one."""
         out = self.shared(x)
         return out if self.shared_gate is None else out * jax.nn.sigmoid(self.shared_gate(x))
+
+
+def expert_counts(parts: Iterable[nnx.Module]) -> jax.Array | None:
+    """[layers with experts, E] int32: what the feed-forward `parts` of a model have counted in the call just traced;
+    None without any."""
+    counted = [part.load.get_value() for part in parts if isinstance(part, MoE)]
+    return jnp.stack(counted) if counted else None

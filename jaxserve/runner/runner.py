@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
@@ -197,6 +198,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             num_ranks=options.mesh.num_ranks,
         )
+        self._load_before = self._steps.expert_load() if isinstance(self._steps, ShardedStepRunner) else None
         if self._link is not None:
             self._link.agree(0)
             self._link.start_serving()
@@ -225,6 +227,13 @@ class ModelRunner:
         """Raise HostLost if another host of this engine is gone."""
         if self._link is not None:
             self._link.check()
+
+    def expert_load(self) -> np.ndarray | None:
+        """[layers with experts, E] int64: how many tokens have chosen each expert since the start, for
+        sharding/replication.py. On a mesh only (else None), over the ranks of this host; waits for the devices."""
+        if self._load_before is None or self.model_config.moe is None:
+            return None
+        return self._steps.expert_load() - self._load_before
 
     def follow(self) -> None:
         """On hosts other than the first: run what host 0 dispatches, until it closes the engine."""
@@ -370,8 +379,15 @@ def make_programs(
     if mesh is None:
         return StepPrograms(**common)
     local_vocab = local_vocab_size(shapes.vocab_size, options.mesh.tensor)
+    num_moe_layers = sum(layer.uses_moe for layer in model.config.layers)
+    load_shape = (num_moe_layers, model.config.moe.num_experts) if num_moe_layers else (1, 1)
     return ShardedPrograms(
-        **common, mesh=mesh, shape=options.mesh, local_vocab=local_vocab, publishes=mesh.is_multi_process
+        **common,
+        mesh=mesh,
+        shape=options.mesh,
+        load_shape=load_shape,
+        local_vocab=local_vocab,
+        publishes=mesh.is_multi_process,
     )
 
 

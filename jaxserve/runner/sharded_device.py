@@ -28,7 +28,7 @@ class ShardedState:
     def __init__(self, programs: ShardedPrograms) -> None:
         pages, tables = programs.state_structs()
         self.pages: Pages = allocate(pages)
-        self.last_token, self.counts, self.bias = allocate(tables)
+        self.last_token, self.counts, self.bias, self.load = allocate(tables)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +150,9 @@ class ShardedStepRunner:
         for pairs in planned.copies:
             state.pages = programs["copy",](state.pages, place(pairs, RANKS))
         forward, packed = programs["forward", planned.token_bucket], place(planned.packed, RANKS)
-        hidden, pooled, state.pages = forward(self.leaves, state.pages, state.last_token, packed)
+        hidden, pooled, state.pages, state.load = forward(
+            self.leaves, state.pages, state.last_token, packed, state.load
+        )
         if planned.wants_pooled and self._publishes:
             pooled = programs["publish_pooled",](pooled)
         outputs = Outputs(hidden, pooled if planned.wants_pooled else None)
@@ -189,6 +191,12 @@ class ShardedStepRunner:
         if samples.counts_tokens:
             state.counts = programs["count", bucket](state.counts, packed, tokens)
         return tokens
+
+    def expert_load(self) -> np.ndarray:
+        """[layers with experts, E] int64: choices of all tokens so far, over the ranks of this host. Waits for the
+        devices; warm-up is counted too."""
+        by_rank = {shard.index[0].start or 0: shard.data for shard in self.state.load.addressable_shards}
+        return np.sum([np.asarray(part, np.int64) for part in by_rank.values()], axis=0)
 
     def collect(self, handle: ShardedHandle) -> RankedResult | StepResult:
         """Wait for a step and read what each rank sampled; with one rank its StepResult."""

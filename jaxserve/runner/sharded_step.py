@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.models.moe import expert_counts
 from jaxserve.runner import batch_builder, sample_builder, sampling, sharded_sampling, step
 from jaxserve.runner.step import COPIES_PER_CALL, Leaves, Program, StepPrograms
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
@@ -35,11 +36,13 @@ class ShardedPrograms(StepPrograms):
     """StepPrograms over `mesh`. pages are those of one device; shapes.vocab_size is that of the whole model.
 
     local_vocab    tokens of one device's part of the vocabulary
+    load_shape     layers with experts, experts: what is counted of choices ((1, 1) without any)
     publishes      tokens are also made available on every host
     """
 
     mesh: Mesh
     shape: MeshShape
+    load_shape: tuple[int, int]
     local_vocab: int
     publishes: bool
 
@@ -60,9 +63,9 @@ class ShardedPrograms(StepPrograms):
         return jax.ShapeDtypeStruct(tuple(shape), struct.dtype, sharding=NamedSharding(self.mesh, part))
 
     def state_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-        """(page arrays, (last-token table, token counts, biases)) as global arrays."""
-        tables = (self._table(), self._rows(jnp.int16), self._rows(jnp.float32))
-        specs = (RANKS, ROWS_BY_VOCAB, ROWS_BY_VOCAB)
+        """(page arrays, (last-token table, token counts, biases, expert load)) as global arrays."""
+        tables = (self._table(), self._rows(jnp.int16), self._rows(jnp.float32), self._load())
+        specs = (RANKS, ROWS_BY_VOCAB, ROWS_BY_VOCAB, RANKS)
         return (
             tuple(self.global_struct(page, DEVICES) for page in self.pages),
             tuple(self.global_struct(table, part) for table, part in zip(tables, specs)),
@@ -97,10 +100,15 @@ class ShardedPrograms(StepPrograms):
         layout = batch_builder.StepLayout(self.shapes)
         return self._over_mesh(
             f"forward {num_tokens}",
-            functools.partial(step.forward, self.model.rebuild, layout, num_tokens),
-            ((self.pages, DEVICES), (self._table(), RANKS), (_int32(layout.size(num_tokens)), RANKS)),
-            (RANKS, RANKS, DEVICES),
-            donate=(1,),
+            functools.partial(forward, self, layout, num_tokens),
+            (
+                (self.pages, DEVICES),
+                (self._table(), RANKS),
+                (_int32(layout.size(num_tokens)), RANKS),
+                (self._load(), RANKS),
+            ),
+            (RANKS, RANKS, DEVICES, RANKS),
+            donate=(1, 4),
             has_leaves=True,
         )
 
@@ -192,6 +200,9 @@ class ShardedPrograms(StepPrograms):
         """int32 words of one row's mask on one device."""
         return -(-self.local_vocab // 32)
 
+    def _load(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.load_shape, jnp.int32)
+
     def _rows(self, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.shapes.max_num_rows, self.local_vocab), dtype)
 
@@ -201,6 +212,28 @@ class ShardedPrograms(StepPrograms):
 
 def _int32(size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def forward(
+    programs: ShardedPrograms,
+    layout: batch_builder.StepLayout,
+    num_tokens: int,
+    leaves: Leaves,
+    pages: step.Pages,  # donated
+    last_token: jax.Array,
+    packed: jax.Array,
+    load: jax.Array,  # [layers with experts, E] int32, donated
+) -> tuple[jax.Array, jax.Array, step.Pages, jax.Array]:
+    """As step.forward; besides, `load` with the choices of this step's tokens."""
+    built: list[Any] = []
+
+    def rebuild(leaves: Leaves) -> Any:
+        built.append(programs.model.rebuild(leaves))
+        return built[-1]
+
+    hidden, pooled, pages = step.forward(rebuild, layout, num_tokens, leaves, pages, last_token, packed)
+    counted = expert_counts(layer.mlp for layer in built[0].layers)
+    return hidden, pooled, pages, load if counted is None else load + counted
 
 
 def head(programs: ShardedPrograms, num_samples: int, leaves: Leaves, hidden: jax.Array) -> jax.Array:

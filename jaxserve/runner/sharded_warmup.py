@@ -38,7 +38,9 @@ class ShardedFirstCall:
         if name == "forward":
             bucket, packed = runner.planner.batch(self._decisions(size), size)
             assert bucket == size
-            hidden, _, state.pages = program(runner.leaves, state.pages, state.last_token, place(packed, RANKS))
+            hidden, _, state.pages, state.load = program(
+                runner.leaves, state.pages, state.last_token, place(packed, RANKS), state.load
+            )
             return hidden
         if name == "copy":
             state.pages = program(state.pages, place(np.zeros(ranks * (1 + 2 * COPIES_PER_CALL), np.int32), RANKS))
@@ -118,7 +120,9 @@ class SameOnAllRanks:
         """Hidden states [max_num_samples, hidden_size]."""
         runner, state = self._runner, self._runner.state
         forward = runner.programs["forward", bucket]
-        hidden, _, state.pages = forward(runner.leaves, state.pages, state.last_token, runner.place(packed, RANKS))
+        hidden, _, state.pages, state.load = forward(
+            runner.leaves, state.pages, state.last_token, runner.place(packed, RANKS), state.load
+        )
         return OfOneRank(hidden, compares=bool(self._num_steps % 2))
 
     def head(self, bucket: int, hidden: jax.Array) -> OfOneRank:

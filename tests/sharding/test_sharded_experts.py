@@ -18,6 +18,9 @@ def check(name: str, mesh: str, dispatch: str) -> None:
     runner = build(name, mesh, expert_dispatch=dispatch)
     served = serve(runner, [prompt for prompt, *_ in cases], params)
     assert served.tokens == [tokens for _, tokens, _ in cases]
+    computed = sum(decision.num_tokens for decision in served.decisions)
+    load = runner.expert_load()
+    assert (load.sum(axis=1) == computed * runner.model_config.moe.num_experts_per_token).all()
     assert largest_difference(served, [logits for *_, logits in cases]) <= MAX_ERROR
 
 
