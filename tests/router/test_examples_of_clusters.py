@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from jaxserve.server.ray_config import load_config
 
 from jaxserve.cli import app
-from jaxserve.server.ray_config import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
