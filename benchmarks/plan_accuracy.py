@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
-
 from jaxserve.bench.calibrate import StepTimer, fit, time_steps
 from jaxserve.bench.report import describe_machine
 from jaxserve.config import EngineConfig
@@ -101,6 +99,14 @@ class Clock:
 def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int, uses_cpu: bool) -> Measured:
     """Conversations in real time, as FleetSimulator runs them in virtual time."""
     vocab = engine.model.vocab_size
+    conversations = list(conversations)
+    # Made before the clock starts: the simulator does not charge for them either.
+    ids = {
+        part: (part.tokens() % (vocab - 1000) + 1000).tolist()
+        for conversation in conversations
+        for turn in conversation.turns
+        for part in turn.new
+    }
     waiting: list[tuple[float, int, Conversation, int, list[int]]] = []
     for number, conversation in enumerate(conversations):
         heapq.heappush(waiting, (conversation.start, number, conversation, 0, []))
@@ -113,8 +119,7 @@ def run_real(engine: Engine, conversations: Iterable[Conversation], clients: int
         now = clock.now()
         while waiting and waiting[0][0] <= now and not (clients and len(live) >= clients):
             due, _, conversation, turn, history = heapq.heappop(waiting)
-            parts = [part.tokens() for part in conversation.turns[turn].new]
-            prompt = history + (np.concatenate(parts) % (vocab - 1000) + 1000).tolist()
+            prompt = history + [token for part in conversation.turns[turn].new for token in ids[part]]
             num_output = conversation.turns[turn].num_output
             name = f"{time.perf_counter_ns()}"
             params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
