@@ -75,7 +75,7 @@ rows_of_a_step = (
 
 
 @pytest.mark.parametrize("page_size", SIZES)
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(rows=rows_of_a_step, seed=st.integers(0, 2**32 - 1))
 def test_ragged_batches(page_size, rows, seed):
     case = make(rows, seed, page_size)

@@ -46,7 +46,7 @@ def check(outputs: int, sizes: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("outputs", [64, 128])
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(sizes=st.lists(st.integers(0, 15), min_size=GROUPS, max_size=GROUPS), seed=st.integers(0, 99))
 def test_groups_of_any_size(outputs, sizes, seed):
     check(outputs, sizes, seed)

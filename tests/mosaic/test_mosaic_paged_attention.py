@@ -111,9 +111,18 @@ rows_of_a_step = (
 
 class TestPagedAttention:
     @pytest.mark.parametrize("name", SHAPES)
-    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     @given(rows=rows_of_a_step, seed=st.integers(0, 2**32 - 1))
     def test_ragged_batches(self, name, rows, seed):
+        shape = SHAPES[name]
+        case = make(shape, rows, seed)
+        assert_right(case, *run(shape, case))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", SHAPES)
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @given(rows=rows_of_a_step, seed=st.integers(0, 2**32 - 1))
+    def test_many_ragged_batches(self, name, rows, seed):
         shape = SHAPES[name]
         case = make(shape, rows, seed)
         assert_right(case, *run(shape, case))
