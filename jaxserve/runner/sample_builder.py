@@ -71,6 +71,12 @@ class _Owner:
     allowed: np.ndarray | None = None
     allowed_without_stops: np.ndarray | None = None
 
+    def is_of(self, sample: SampleWork) -> bool:
+        """Numbers start again with every engine on a runner; options out of a message are equal, not the same."""
+        if self.request_id != sample.request_id:
+            return False
+        return self.params is sample.params or self.params == sample.params
+
 
 class SampleBuilder:
     """Keeps the columns and fills a step's samples.
@@ -109,7 +115,7 @@ class SampleBuilder:
             if not 0 <= row < self.shapes.max_num_rows:
                 raise ValueError(f"row of a sample: got {row}; allowed: 0 to {self.shapes.max_num_rows - 1}")
             owner = self._owners[row]
-            if owner is None or owner.request_id != sample.request_id:
+            if owner is None or not owner.is_of(sample):
                 self._write_owner(sample)
                 if sample.params.logit_bias:
                     biases.append((row, self._dense_bias(sample.params.logit_bias)))
