@@ -51,7 +51,7 @@ def test_both_keys_of_the_rope_type(tmp_path: Path, key: str) -> None:
     ({"hidden_act": "relu6"}, "hidden_act: got 'relu6'"),
     ({"num_hidden_layers": 0}, "num_layers: got 0"),
     ({"eos_token_id": "x"}, "eos_token_id: got 'x'"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: got 'gptq'"),
+    ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: got 'aqlm'"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
