@@ -175,6 +175,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+def answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.TransportError:  # not listening yet
+        return False
+
+
 def test_https(toy_tokenizer: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     options = {"engine_command": engine_command(toy_tokenizer), "ssl_certfile": str(cert), "ssl_keyfile": str(key)}
@@ -182,7 +189,7 @@ def test_https(toy_tokenizer: Path, certificate: tuple[Path, Path]) -> None:
         assert live.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
         with httpx.Client(base_url=live.url, verify=context) as client:
-            wait_for(lambda: client.get("/ready").status_code == 200)
+            wait_for(lambda: answers(client, "/ready"))
             assert client.post("/v1/completions", json=BODY).status_code == 200
         with pytest.raises(httpx.TransportError):
             httpx.get(live.url.replace("https", "http") + "/health")
