@@ -136,6 +136,12 @@ def test_cached_pages_are_told_if_asked_for():
         told = front.wait_for(CacheEvents)
         expected = hash_pages(namespace_hash(""), np.array(prompt, np.int32), 4)
         assert told.stored == expected and told.evicted == []
+        # What a running request holds is not forgotten, so the request has to end first.
+        front.send(AddRequest(request_id="s", prompt=[99], params=SamplingParams(max_tokens=1)))
+        unfinished = {"r", "s"}
+        while "s" in unfinished:
+            done = front.wait_for(OutputBatch).outputs
+            unfinished -= {output.request_id for output in done if output.finish_reason}
         front.send(FlushCache())
         assert set(front.wait_for(CacheEvents).evicted) >= set(expected)
 
