@@ -29,7 +29,6 @@ from jaxserve.messages import (
     AddEmbedding,
     AddRequest,
     EngineStats,
-    FlushCache,
     ModelInfo,
     RequestOutput,
     Shutdown,
@@ -69,6 +68,7 @@ class EncoderEngine:
     """Not thread-safe: one thread owns it. See engine.Engine for the meaning of the methods they share."""
 
     is_stalled = False
+    page_events = None  # there are no pages to tell of
 
     def __init__(
         self,
@@ -101,8 +101,7 @@ class EncoderEngine:
             self.abort(message.request_id)
         elif isinstance(message, Shutdown):
             self.shutdown(message.drain_s)
-        else:
-            assert isinstance(message, FlushCache)
+        # The others concern pages, of which there are none.
 
     def add(self, message: AddRequest | AddEmbedding) -> None:
         """Queue a text, or answer with FINISH_ERROR saying what is wrong with it."""
