@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import uvicorn
@@ -31,6 +31,7 @@ from jaxserve.server.reasoning.styles import resolve_style
 from jaxserve.server.response_store import ResponseStore
 from jaxserve.server.routes import add_routes
 from jaxserve.server.settings import ServerSettings
+from jaxserve.server.signals import SignalledServer
 from jaxserve.server.supervisor import Supervisor
 from jaxserve.server.tools.formats import resolve_format
 from jaxserve.server.tracing import OpenTelemetry
@@ -184,7 +185,7 @@ def run_server(config: EngineConfig, settings: ServerSettings) -> int:
     return 0
 
 
-class _HttpServer(uvicorn.Server):
+class _HttpServer(SignalledServer):
     """uvicorn with our handling of signals: the first lets requests finish, the second ends the process."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
@@ -193,19 +194,7 @@ class _HttpServer(uvicorn.Server):
         self._settings = self._server.settings
         app.state.on_engine_end = self._on_engine_end
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         if self.should_exit:
             # The engine ends by itself when its parent is gone.
             self._server.supervisor.remove_sockets()

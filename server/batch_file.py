@@ -64,7 +64,7 @@ async def _run(config: EngineConfig, settings: ServerSettings, lines: Iterable[s
     server: Server = app.state.server
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     stop = asyncio.Event()
-    with contextlib.suppress(NotImplementedError):
+    with contextlib.suppress(NotImplementedError):  # event loops of Windows take no signal handlers
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with (
         app.router.lifespan_context(app),

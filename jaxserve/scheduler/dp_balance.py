@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxserve.request import Request, TokenEvent
 from jaxserve.scheduler.decision import CacheGeometry, RankedDecision, RankedResult
-from jaxserve.scheduler.scheduler import Scheduler, SchedulerStats
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.stats import SchedulerStats
 
 WAITING_WEIGHT = 4
 LEAST_SHARE = 4  # a chunk beside decoding ranks is at least 1 / LEAST_SHARE of a full step

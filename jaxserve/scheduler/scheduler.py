@@ -14,7 +14,7 @@ cannot throw each other out in turn.
 from __future__ import annotations
 
 import bisect
-import dataclasses
+import operator
 import time
 
 from jaxserve.cache.prefix_cache import PrefixCache
@@ -28,25 +28,12 @@ from jaxserve.scheduler.kept import KeptPrefixes, Prefix
 from jaxserve.scheduler.pages import PageKeeper
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.stats import SchedulerStats, check_pages, check_rows
 
 MAX_CANDIDATES = 128  # waiting requests looked at in one step
 MAX_PROGRAMS = 4096  # of which the order is remembered, least recently used forgotten
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges now; counters since the start. Pages: held by requests + cached + free = num_pages - 1."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_pages_held: int
-    num_pages_cached: int
-    num_pages_free: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_computed_prefill_tokens: int
-    num_preemptions: int
+_key, _order = operator.attrgetter("key"), operator.attrgetter("order")
 
 
 class Scheduler:
@@ -283,14 +270,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if a page, a row or a request is lost or held twice."""
-        held: dict[int, int] = {}
-        for pages in [s.pages[: s.num_pages] for s in self._running] + self.kept.references():
-            for page in pages.tolist():
-                held[page] = held.get(page, 0) + 1
-        self.cache.check_integrity(held)
-        rows = sorted(self._rows + [s.row for s in self._running])
-        if rows != list(range(self.geometry.max_num_rows)):
-            raise RuntimeError(f"rows lost or used twice: {rows}")
+        held = [s.pages[: s.num_pages] for s in self._running] + self.kept.references()
+        check_pages(self.cache, held)
+        check_rows(self._rows + [s.row for s in self._running], self.geometry.max_num_rows)
         known = sorted(id(s) for s in self._sequences.values())
         if known != sorted(map(id, self._waiting + self._running)):
             raise RuntimeError(f"{len(known)} requests, {len(self._waiting)} waiting, {len(self._running)} running")
@@ -515,14 +497,6 @@ class Scheduler:
 
     def _unwait(self, sequence: Sequence) -> None:
         del self._waiting[bisect.bisect_left(self._waiting, _reverse_key(sequence), key=_reverse_key)]
-
-
-def _key(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.key
-
-
-def _order(sequence: Sequence) -> int:
-    return sequence.order
 
 
 def _reverse_key(sequence: Sequence) -> tuple[int, int, int]:

@@ -7,14 +7,13 @@ router's own; everything else that workers have is passed on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +34,7 @@ from jaxserve.server.router.queries import PageReader
 from jaxserve.server.router.replicas import ReplicaPlan, Replicas
 from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.worker import Worker
+from jaxserve.server.signals import SignalledServer
 
 from jaxserve.hub import resolve_model
 from jaxserve.metrics import CONTENT_TYPE
@@ -260,7 +260,7 @@ def run_router(settings: RouterSettings, plan: ReplicaPlan | None = None) -> int
     return 0
 
 
-class RouterServer(uvicorn.Server):
+class RouterServer(SignalledServer):
     """uvicorn with our handling of signals: the first lets requests finish, the second ends the process."""
 
     def __init__(self, app: RouterApp) -> None:
@@ -271,19 +271,7 @@ class RouterServer(uvicorn.Server):
     def _on_failure(self) -> None:
         self.should_exit = True
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         if self.should_exit:
             os._exit(128 + number)
         logger.info("%s: finishing %d requests", signal.Signals(number).name, self._app.proxy.num_open)

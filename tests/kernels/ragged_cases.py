@@ -7,6 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
@@ -15,6 +17,9 @@ PAGE_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+# The CPU kernels need numba and a processor and jaxlib that they know; the reason says which is missing.
+needs_cpu_ffi = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
 
 
 @dataclasses.dataclass(frozen=True)

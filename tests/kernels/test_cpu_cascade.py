@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
-from ragged_cases import Case, Row, make_case
+from ragged_cases import Case, Row, make_case, needs_cpu_ffi
 from test_paged_attention import assert_right, run
 
-pytestmark = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+pytestmark = needs_cpu_ffi
 
 
 def give_same_prefix(case: Case, leader: int, row: int, num_pages: int) -> None:

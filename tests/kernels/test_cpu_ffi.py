@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels import backend as backends
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
-from ragged_cases import Row, make_case
+from ragged_cases import Row, make_case, needs_cpu_ffi
 
-pytestmark = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+pytestmark = needs_cpu_ffi
 
 # What AVX2 machines have; none of AVX-512.
 AVX2 = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+popcnt,+sse4.2,+cx16"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.grouped_matmul import xla
 from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize, row_bytes
+from ragged_cases import needs_cpu_ffi
 
 FORMS = {
     "reference": grouped_matmul_reference,
@@ -25,8 +25,7 @@ FORMS = {
     "ragged_dot": xla._ragged_dot,  # what platforms other than the CPU take
     "cpu_ffi": functools.partial(grouped_matmul, backend="cpu_ffi"),
 }
-NEEDS_NUMBA = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
-NAMES = ["reference", "xla", "ragged_dot", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)]
+NAMES = ["reference", "xla", "ragged_dot", pytest.param("cpu_ffi", marks=needs_cpu_ffi)]
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 COMPILED = {name: jax.jit(form) for name, form in FORMS.items()}
 
@@ -65,7 +64,7 @@ def test_any_sizes(name: str, sizes: list[int], spare: int, dtype: str, columns:
     np.testing.assert_allclose(out, oracle(x, w, group_sizes), rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
+@pytest.mark.parametrize("name", ["xla", pytest.param("cpu_ffi", marks=needs_cpu_ffi)])
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     """Bit for bit the same alone with its expert, in a full group, and beside many others."""
     x, w, _ = make([0, 33, 0], 0, (16, 64), "bfloat16")
@@ -92,7 +91,7 @@ def test_other_platforms_take_ragged_dot(platform: str) -> None:
     assert "ragged_dot" in text and "while" not in text
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=NEEDS_NUMBA)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu_ffi", marks=needs_cpu_ffi)])
 @pytest.mark.parametrize("kind", ["int8", "q4_1", "fp8_32"])  # how each form is read is tested with `linear`
 def test_quantised_experts(backend: str, kind: str) -> None:
     x, _, sizes = make([3, 0, 7], 2, (24, 64), "float32")

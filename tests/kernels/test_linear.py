@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear
 from jaxserve.pallas_kernels.matmul.quantized import (
     KINDS,
@@ -24,10 +23,11 @@ from jaxserve.pallas_kernels.matmul.quantized import (
     quantize_int8,
     take_rows,
 )
+from ragged_cases import needs_cpu_ffi
 
 BACKENDS = [
     "xla",
-    pytest.param("cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")),
+    pytest.param("cpu_ffi", marks=needs_cpu_ffi),
 ]
 DTYPES = ["float32", "bfloat16"]
 
@@ -80,7 +80,7 @@ def test_xla_rows_do_not_depend_on_their_number(outputs, k, dtype):
             assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
 
 
-@pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+@needs_cpu_ffi
 class TestSkinnyKernel:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_rows_do_not_depend_on_their_number(self, dtype):
@@ -229,7 +229,7 @@ def test_parts_of_several_forms_are_one_product(backend):
     np.testing.assert_array_equal(np.asarray(_linear(x, same, backend=backend)), found[:, 40:72])
 
 
-@pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
+@needs_cpu_ffi
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("expanded", ["float32", "bfloat16"])
 def test_expansion_by_the_kernel_equals_that_by_xla(kind, expanded):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear_per_head
+from ragged_cases import needs_cpu_ffi
 
 BACKENDS = [
     "xla",
-    pytest.param("cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")),
+    pytest.param("cpu_ffi", marks=needs_cpu_ffi),
 ]
 _product = jax.jit(linear_per_head, static_argnames="backend")
 

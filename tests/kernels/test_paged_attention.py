@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.paged_attention.api import (
     AttentionSpec,
     page_array_shape,
@@ -19,12 +18,12 @@ from jaxserve.pallas_kernels.paged_attention.api import (
     paged_attention,
     writes_in_place,
 )
-from ragged_cases import Case, Row, make_case
+from ragged_cases import Case, Row, make_case, needs_cpu_ffi
 
 BACKENDS = [
     "reference",
     "xla",
-    pytest.param("cpu_ffi", marks=pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")),
+    pytest.param("cpu_ffi", marks=needs_cpu_ffi),
 ]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5}  # the oracle reads the rounded pages: only f32 sums differ
 
