@@ -22,6 +22,7 @@ class StepShapes:
     vocab_size       V
     token_buckets    ascending; the last is the largest step
     sample_buckets   ascending; the last is the most positions sampled in one step
+    prefill_samples  a step without decodes takes a bucket of at least so many (deterministic: the last)
     """
 
     max_num_rows: int
@@ -31,6 +32,7 @@ class StepShapes:
     vocab_size: int
     token_buckets: tuple[int, ...]
     sample_buckets: tuple[int, ...]
+    prefill_samples: int = 1
 
     @property
     def max_step_tokens(self) -> int:

@@ -29,11 +29,12 @@ class NotDeterministic(RuntimeError):
     """Even one shape gives results that depend on where a row lies in it."""
 
 
-def keep_equal_buckets(runner: StepRunner) -> StepShapes:
+def keep_equal_buckets(runner: StepRunner, *, parts_decodes: bool) -> StepShapes:
     """The shapes with those buckets only whose programs give bitwise the rows of the largest bucket's.
 
-    Writes pages: call it before any request. Raises NotDeterministic when the largest bucket disagrees with
-    itself.
+    Writes pages: call it before any request. parts_decodes: a token sampled in a step of decodes is never sampled in
+    one of prefill, which is how the scheduler plans for one device; ranks of a mesh differ in what they do. Raises
+    NotDeterministic when a bucket disagrees with itself.
     """
     shapes = runner.shapes
     probe = _Probe(runner)
@@ -46,15 +47,19 @@ def keep_equal_buckets(runner: StepRunner) -> StepShapes:
         )
     kept_tokens = tuple(size for size in tokens[:-1] if probe.agrees(size, reference))
     hidden = reference[np.arange(shapes.max_num_samples) % len(reference)]
-    expected = probe.sampled(shapes.sample_buckets[-1], hidden, np.arange(shapes.max_num_samples))
-    size = shapes.sample_buckets[-1]
-    if not all(_agrees(probe, size, hidden, expected, turn) for turn in sorted({0, 1, size // 3, size // 2})):
-        raise NotDeterministic(
-            f"deterministic: sampling {size} rows depends on their order; "
-            "allowed: deterministic=False with this model and these backends"
-        )
-    # One size only: whether sums over a vocabulary round alike depends on the very logits, which no probe can cover.
-    kept = dataclasses.replace(shapes, token_buckets=(*kept_tokens, tokens[-1]), sample_buckets=(size,))
+    # One size per kind of step: whether sums over a vocabulary round alike in two sizes depends on the very logits,
+    # which no probe can cover. Decodes do without the room for scores.
+    most = shapes.max_num_samples
+    sizes = (shapes.sample_bucket(shapes.max_num_rows), most) if parts_decodes else (most,)
+    for size in sizes:
+        expected = probe.sampled(size, hidden, np.arange(most))
+        if not all(_agrees(probe, size, hidden, expected, turn) for turn in sorted({0, 1, size // 3, size // 2})):
+            raise NotDeterministic(
+                f"deterministic: sampling {size} rows depends on their order; "
+                "allowed: deterministic=False with this model and these backends"
+            )
+    tokens = (*kept_tokens, tokens[-1])
+    kept = dataclasses.replace(shapes, token_buckets=tokens, sample_buckets=sizes, prefill_samples=most)
     logger.info("deterministic: steps of %s tokens, %s samples", kept.token_buckets, kept.sample_buckets)
     return kept
 

@@ -86,7 +86,8 @@ class StepRunner:
         buffer = self._free_buffers.pop() if self._free_buffers else StepBuffer(self.batches.layout)
         packed, bucket = self.batches.build(decision, buffer)
         biases = self.samples.adopt(decision.samples)
-        staged = self.samples.build(decision.samples) if decision.samples else None
+        at_least = 1 if decision.num_decodes else self.shapes.prefill_samples
+        staged = self.samples.build(decision.samples, at_least=at_least) if decision.samples else None
         self.reset_rows(decision.resets)
         self.write_biases(biases)
         self.copy_pages(decision.copies)

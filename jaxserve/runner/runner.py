@@ -183,7 +183,8 @@ class ModelRunner:
                 for key in wanted:
                     first_call(key)
         if options.deterministic:
-            shapes = keep_equal_buckets(make_steps() if mesh is None else SameOnAllRanks(make_steps()))
+            steps = make_steps() if mesh is None else SameOnAllRanks(make_steps())
+            shapes = keep_equal_buckets(steps, parts_decodes=mesh is None)
             kept = set(dataclasses.replace(programs, shapes=shapes).all_keys())
             compiled = {key: program for key, program in compiled.items() if key in kept}
         # New: requests and rows of the calls above are forgotten.

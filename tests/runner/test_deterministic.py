@@ -65,7 +65,8 @@ def test_a_request_is_bitwise_the_same_in_any_company(runner: ModelRunner) -> No
 
 def test_the_largest_buckets_stay(runner: ModelRunner) -> None:
     assert runner.shapes.token_buckets[-1] == 12
-    assert runner.shapes.sample_buckets == (15,)  # one size, see keep_equal_buckets
+    assert runner.shapes.sample_buckets == (3, 15)  # one for decodes, one for prefill: see keep_equal_buckets
+    assert runner.shapes.prefill_samples == 15
     assert {key[1] for key in runner._steps.programs if key[0] == "forward"} == set(runner.shapes.token_buckets)
 
 
@@ -89,20 +90,21 @@ def test_buckets_that_differ_in_the_last_bit_are_dropped(runner: ModelRunner) ->
     token = kept.token_buckets[0]
     try:
         steps.programs["forward", token] = nudged(whole["forward", token], factor)
-        found = keep_equal_buckets(steps)
+        found = keep_equal_buckets(steps, parts_decodes=True)
     finally:
         steps.programs.update(whole)
     assert found.token_buckets == kept.token_buckets[1:]
     assert found.sample_buckets == kept.sample_buckets
 
 
-def test_a_shape_that_disagrees_with_itself_is_an_error(runner: ModelRunner) -> None:
+@pytest.mark.parametrize("size", [3, 15])
+def test_a_shape_that_disagrees_with_itself_is_an_error(runner: ModelRunner, size: int) -> None:
     steps = runner._steps
     whole = dict(steps.programs)
-    slope = 1 + np.arange(15, dtype=np.float32)[:, None] * np.float32(2**-23)
+    slope = 1 + np.arange(size, dtype=np.float32)[:, None] * np.float32(2**-23)
     try:
-        steps.programs["head", 15] = nudged(whole["head", 15], slope)
+        steps.programs["head", size] = nudged(whole["head", size], slope)
         with pytest.raises(NotDeterministic, match="deterministic=False"):
-            keep_equal_buckets(steps)
+            keep_equal_buckets(steps, parts_decodes=True)
     finally:
         steps.programs.update(whole)
