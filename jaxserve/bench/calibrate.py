@@ -1,7 +1,7 @@
 """Step costs of a real engine on this machine, for the simulator: `jaxserve plan MODEL --calibrate FILE`.
 
 Seeded requests of many sizes are served by the engine in this process while every step is timed; the costs are the
-medians over steps of each bucket, and a fit of what depends on context. What is timed is the engine as it runs: two
+means over steps of each bucket, and a fit of what depends on context. What is timed is the engine as it runs: two
 steps under way, text made, host work included.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +29,10 @@ from jaxserve.simulator.step_cost import MeasuredCost, StepLoad, load_of
 _MIN_STEPS = 3  # of a bucket, for it to count
 _SHAPES = (  # (rows at once, prompt tokens, output tokens): decodes of many widths, prefills alone and beside them
     (1, 24, 40), (1, 300, 12), (2, 60, 30), (4, 120, 30), (8, 40, 40), (8, 500, 16), (16, 60, 40), (24, 30, 30),
-    (32, 40, 30), (4, 1000, 8), (12, 250, 24), (3, 7, 24), (6, 90, 20),
+    (32, 40, 30), (4, 1000, 8), (12, 250, 24), (3, 7, 24), (6, 90, 20), (8, 420, 30), (4, 600, 24), (2, 400, 20),
 )  # fmt: skip
+_OF_BUCKET = (0.4, 0.8, 1.0)  # prompts alone that fill a bucket so far beyond the one below
+_OUTPUTS_ALONE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int =
     source = TokenSource((1 << 30, seed), engine.model.vocab_size)
     timer.steps.clear()
     for _ in range(rounds):
+        for size in _lone_prompts(timer.runner.shapes.token_buckets):
+            if size + _OUTPUTS_ALONE < geometry.max_model_len:
+                run_requests(engine, [(source.ids(size), _OUTPUTS_ALONE)])
         for rows, num_prompt, num_output in _SHAPES:
             rows = min(rows, geometry.max_num_rows)
             if num_prompt + num_output < geometry.max_model_len:
@@ -103,12 +107,21 @@ def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int =
     return list(timer.steps)
 
 
+def _lone_prompts(buckets: Sequence[int]) -> list[int]:
+    """Lengths of prompts, a few for every bucket."""
+    lower = (0, *buckets)
+    return sorted(
+        {max(1, round(low + share * (high - low))) for low, high in zip(lower, buckets) for share in _OF_BUCKET}
+    )
+
+
 def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -> MeasuredCost:
     """The cost model that fits timed steps: one number per bucket, and slopes for context, pairs and rows.
 
-    Slopes come from least squares over all steps, bounded below by 0; the number of a bucket is then the median of
-    what is left of its steps, so that a few disturbed steps do no harm. Buckets without steps lie between their
-    neighbours. Raises ValueError if there are hardly any steps.
+    Slopes come from least squares over all steps, bounded below by 0; the number of a bucket is then the mean of what
+    is left of its steps, without those above twice the median: they were disturbed. (A step that is read late because
+    the next one has begun makes that one shorter: the mean keeps the sum right.) Buckets without steps lie between
+    their neighbours. Raises ValueError if there are hardly any steps.
     """
     if len(steps) < 20:
         raise ValueError(f"steps: got {len(steps)}; allowed: 20 or more")
@@ -117,7 +130,7 @@ def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -
     features = np.array([[step.load.context, step.load.pairs, step.load.num_rows] for step in steps], float)
     slopes = _slopes(index, seconds, features)
     rest = seconds - features @ slopes
-    known = {b: statistics.median(rest[index == b]) for b in set(index.tolist()) if (index == b).sum() >= _MIN_STEPS}
+    known = {b: _mean_of_undisturbed(rest[index == b]) for b in set(index.tolist()) if (index == b).sum() >= _MIN_STEPS}
     places = sorted(known)
     values = np.maximum.accumulate([max(known[place], 1e-6) for place in places])
     bases = np.interp([float(size) for size in buckets], [float(buckets[place]) for place in places], values)
@@ -133,6 +146,11 @@ def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -
         row=float(slopes[2]),
         machine=machine,
     )
+
+
+def _mean_of_undisturbed(values: np.ndarray) -> float:
+    median = np.median(values)
+    return float(values[values <= median + abs(median)].mean())
 
 
 def _slopes(index: np.ndarray, seconds: np.ndarray, features: np.ndarray) -> np.ndarray:

@@ -2,35 +2,49 @@
 
 A leap leaves the scheduler as the same steps one by one would have, when in all of them every running request gets one
 token and nobody arrives, stops or is preempted. It is part of the scheduler: it moves what the scheduler keeps.
+
+With overlap one step is in flight when a leap begins, and one when it ends: the same requests, so many tokens later.
 """
 
 from __future__ import annotations
 
+from jaxserve.scheduler.decision import RowWork, SampleWork, StepDecision
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
 
 
-def longest_leap(scheduler: Scheduler) -> tuple[int, int]:
+def longest_leap(scheduler: Scheduler, in_flight: StepDecision | None = None) -> tuple[int, int]:
     """How many steps may be taken at once now (0: none), and the tokens of context that the first of them reads.
 
-    Nothing may be in flight. Requests end by their length alone: their stop tokens are never sampled.
+    in_flight is the only step dispatched and not applied, if there is one: the first of those taken. Requests end by
+    their length alone: their stop tokens are never sampled.
     """
     running = scheduler._running
     if scheduler._waiting or not running or scheduler.deterministic:
         return 0, 0
+    num_pending = 0
+    if in_flight is not None:
+        num_pending = 1
+        if not len(running) == in_flight.num_decodes == len(in_flight.rows):
+            return 0, 0
     count, context = 1 << 30, 0
     for sequence in running:
-        if sequence.is_prefilling or sequence.tail_is_shared or sequence.num_pending or not sequence.request.output_ids:
+        if sequence.num_pending != num_pending or sequence.is_prefilling or sequence.tail_is_shared:
+            return 0, 0
+        if not sequence.request.output_ids:
             return 0, 0
         count = min(count, sequence.request.max_total_tokens - sequence.num_known)
-        context += sequence.num_computed + 1
+        context += sequence.num_computed + 1 - num_pending
     # Each row may need a page for every page_size tokens, and one more. The last token of a request takes a real step.
     room = (scheduler.cache.num_available // len(running) - 1) * scheduler.geometry.page_size
     return max(0, min(count - 1, room)), context
 
 
-def leap(scheduler: Scheduler, count: int, token: int) -> None:
-    """Take `count` steps, at most longest_leap(), in which every running request samples `token`."""
+def leap(scheduler: Scheduler, count: int, token: int, in_flight: StepDecision | None = None) -> StepDecision | None:
+    """Take `count` steps, at most longest_leap(), in which every running request samples `token`.
+
+    Returns the step that is in flight afterwards, None if none was before.
+    """
     plan = StepPlan(scheduler.geometry)
     for sequence in scheduler._running:
         if not scheduler._pages.grow(sequence, count, plan):
@@ -41,3 +55,23 @@ def leap(scheduler: Scheduler, count: int, token: int) -> None:
         sequence.num_computed += count
         sequence.request.output_ids.extend([token] * count)
     scheduler._num_steps += count
+    return None if in_flight is None else _later(scheduler, in_flight, count)
+
+
+def _later(scheduler: Scheduler, decision: StepDecision, count: int) -> StepDecision:
+    """The step that `count` steps after `decision` does the same for the same requests."""
+    rows = []
+    for work in decision.rows:
+        sequence = scheduler._sequences[work.request_id]
+        pages = sequence.pages[: sequence.num_pages]
+        rows.append(RowWork(work.request_id, work.row, work.start + count, work.token_ids, pages, work.pooling))
+    samples = tuple(
+        SampleWork(
+            work.request_id, work.row, work.token_index, work.position + count, work.seed, work.num_outputs + count,
+            work.params,
+        )
+        for work in decision.samples
+    )  # fmt: skip
+    return StepDecision(
+        step_id=decision.step_id + count, rows=tuple(rows), num_decodes=decision.num_decodes, samples=samples
+    )

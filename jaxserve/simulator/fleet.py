@@ -24,6 +24,7 @@ from jaxserve.simulator.workloads import Conversation
 class FleetOptions:
     """num_replicas engines of one geometry and cost.
 
+    overlap         a step is dispatched before the one that runs has been read, as engines do by default
     max_in_flight   requests under way at once; more wait outside (a closed loop of so many clients). 0: no limit
     warmup_share    of the requests, in order of their ends, that are left out of latencies and hit rates
     """
@@ -34,6 +35,7 @@ class FleetOptions:
     scheduler_policy: str = "fcfs"
     prefix_cache: bool = True
     max_in_flight: int = 0
+    overlap: bool = True
     may_leap: bool = True
 
     def __post_init__(self) -> None:
@@ -142,6 +144,7 @@ class FleetSimulator:
                 options.cost,
                 policy=options.scheduler_policy,
                 prefix_cache=options.prefix_cache,
+                overlap=options.overlap,
                 may_leap=options.may_leap,
                 on_first=self._on_first,
                 on_done=self._on_done,
@@ -183,9 +186,10 @@ class FleetSimulator:
                 continue  # it was put off or brought forward
             self._ends[index] = None
             replica.end_step()
-            self._push(index, replica)
             while self._outside and len(self._entries) < self._options.max_in_flight:
                 self._send(self._outside.pop(), now)
+            replica.go_on(now)
+            self._push(index, replica)
         return self._result(now)
 
     def _push(self, index: int, replica: Replica) -> None:
