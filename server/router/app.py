@@ -46,6 +46,7 @@ EXIT_REPLICA, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 20
 _AFTER_DRAIN_S = 5
 _PASSED_GETS = ("/v1/models", "/get_model_info", "/version", "/openapi.json", "/web/")
+_STORED = "/v1/responses/"
 _PASSED_POSTS = ("/v1/", "/tokenize", "/detokenize", "/generate")
 
 Scope = dict[str, Any]
@@ -157,12 +158,14 @@ class RouterApp:
             self._check_admin(scope)
             status, document = await self._admin(method, path, scope["query_string"], receive)
             await answer(send, status, msgspec.json.encode(document))
-        elif (method == "POST" and path.startswith(_PASSED_POSTS)) or (
-            method in ("GET", "HEAD") and (path == "/" or path.startswith(_PASSED_GETS))
+        elif (
+            (method == "POST" and path.startswith(_PASSED_POSTS))
+            or (method in ("GET", "HEAD") and (path == "/" or path.startswith(_PASSED_GETS)))
+            or (method in ("GET", "DELETE") and path.startswith(_STORED))
         ):
             if self.is_stopping:
                 raise unavailable("the router is shutting down", retry_after=5, code="shutting_down")
-            if method == "POST":
+            if method == "POST" or path.startswith(_STORED):
                 self._check_rate(scope)
             await self.proxy(scope, receive, send)
         else:

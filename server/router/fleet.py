@@ -43,6 +43,7 @@ class Fleet:
         self.policy = _policy(settings, self.pages)
         self._guesses = self.policy.index if isinstance(self.policy, CacheAware) else None
         self._waiting: collections.deque[_Waiter] = collections.deque()
+        self._at_home: dict[str, asyncio.Future[None]] = {}  # done when a worker that requests must have has changed
         self._is_waking = False
         self._leaving: dict[str, asyncio.Event] = {}
         self.on_added: Callable[[Worker], None] = lambda worker: None
@@ -102,10 +103,14 @@ class Fleet:
         self.loads.remove(name)
         self.policy.remove_worker(name)
         self._leaving.pop(name, None)
+        self.changed(worker)
         self.on_removed(worker)
 
     def changed(self, worker: Worker) -> None:
         """Something about a worker is different now."""
+        future = self._at_home.pop(worker.name, None)
+        if future is not None and not future.done():
+            future.set_result(None)
         if worker.is_available and self.workers.get(worker.name) is worker:
             self.loads.set(worker.name, worker.score)
             self._wake()
@@ -116,12 +121,15 @@ class Fleet:
         """A worker began anew: nothing that was sent to it is cached any more."""
         self.policy.remove_worker(worker.name)
 
-    async def acquire(self, query: Query, excluded: Collection[str], deadline: float) -> Worker:
+    async def acquire(self, query: Query, excluded: Collection[str], deadline: float, *, home: str = "") -> Worker:
         """The worker that the policy chooses among those that can take the request now and are not excluded; waits
-        for one (then also an excluded one will do) until the clock says `deadline`. Each needs one release().
+        for one (then also an excluded one will do) until the clock says `deadline`. Each needs one release(). home:
+        the only worker that will do, whatever the policy says.
 
         Raises NoWorker: at once if only excluded ones could take it, else at the deadline.
         """
+        if home:
+            return await self._acquire_home(home, query, excluded, deadline)
         if not self._waiting and len(self.loads):
             name = self.policy.choose(query, self.loads, excluded)
             if name is None:
@@ -143,6 +151,18 @@ class Fleet:
             if isinstance(error, TimeoutError):
                 raise NoWorker from None
             raise
+
+    async def _acquire_home(self, name: str, query: Query, excluded: Collection[str], deadline: float) -> Worker:
+        while name in self.workers and name not in excluded:
+            if self.workers[name].takes_its_own:
+                return self._take(name, query)
+            changed = self._at_home.setdefault(name, asyncio.get_running_loop().create_future())
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                    await asyncio.shield(changed)
+            except TimeoutError:
+                break
+        raise NoWorker
 
     def _take(self, name: str, query: Query) -> Worker:
         worker = self.workers[name]

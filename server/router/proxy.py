@@ -20,6 +20,7 @@ from jaxserve.server.errors import SERVER_ERROR, ApiError, unavailable
 from jaxserve.server.router.fleet import Fleet, NoWorker
 from jaxserve.server.router.metrics import RouterMetrics
 from jaxserve.server.router.queries import query_of
+from jaxserve.server.router.response_homes import ResponseHomes
 from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.upstream import Connection, Headers, UpstreamError, UpstreamPool, request_head
 from jaxserve.server.router.worker import Worker
@@ -51,7 +52,8 @@ class ClientLeft(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
-    """One client's request. target: path with query string. headers: those to be sent on."""
+    """One client's request. target: path with query string. headers: those to be sent on. home: the only worker that
+    can serve it; empty: any."""
 
     method: str
     target: bytes
@@ -60,6 +62,8 @@ class Exchange:
     query: Query
     request_id: str
     send: Send
+    path: str = ""
+    home: str = ""
     has_started: bool = False
 
 
@@ -82,6 +86,7 @@ class Proxy:
         self._pools: dict[str, UpstreamPool] = {}
         self.num_open = 0
         # (path, body, authorization) -> hashes of the prompt's pages, where workers tell what they have cached
+        self.homes = ResponseHomes(settings, fleet, self.pool)
         self.read_pages: Callable[[str, bytes, bytes], Awaitable[Sequence[int] | None]] | None = None
 
     def pool(self, worker: Worker) -> UpstreamPool:
@@ -95,6 +100,7 @@ class Proxy:
         pool = self._pools.pop(worker.name, None)
         if pool is not None:
             pool.close()
+        self.homes.remove_worker(worker)
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -137,10 +143,11 @@ class Proxy:
         if self.read_pages is not None and body:
             pages = await self.read_pages(scope["path"], body, authorization)
             query = dataclasses.replace(query, pages=pages)
+        home = await self.homes.find(scope["path"], body, authorization)
         target = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        return Exchange(scope["method"], target, headers, body, query, request_id, send)
+        return Exchange(scope["method"], target, headers, body, query, request_id, send, scope["path"], home)
 
     async def _read_body(self, receive: Receive, length: int) -> bytes:
         limit = self._settings.max_body_bytes
@@ -192,7 +199,7 @@ class Proxy:
         failure: _Failure | None = None
         while True:
             try:
-                worker = await self._fleet.acquire(exchange.query, tried, deadline)
+                worker = await self._fleet.acquire(exchange.query, tried, deadline, home=exchange.home)
             except NoWorker:
                 if tried and time.monotonic() + pause < deadline:
                     # All were tried: again, after a pause.
@@ -287,11 +294,14 @@ class Proxy:
         headers.append((b"x-jaxserve-worker", worker.name.encode("ascii")))
         status = connection.status
         exchange.has_started = True
+        read = self.homes.reader(exchange.path, worker) if exchange.method == "POST" and status == 200 else None
         await send({"type": "http.response.start", "status": status, "headers": headers})
         try:
             last = piece
             while piece:
                 last = piece
+                if read is not None:
+                    read(piece)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 piece = await connection.read(self._settings.idle_timeout_s)
             await send({"type": "http.response.body", "body": b"", "more_body": False})

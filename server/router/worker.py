@@ -134,6 +134,11 @@ class Worker:
         return self.is_ready and not self.is_draining and not self.is_full and self.breaker.may_pass
 
     @property
+    def takes_its_own(self) -> bool:
+        """Whether it may get a request that no other worker can serve: also while it is drained."""
+        return self.is_ready and not self.is_full and self.breaker.may_pass
+
+    @property
     def score(self) -> int:
         """4 x waiting + running, of this router's requests (counted exactly) and those that others had sent when the
         worker was last asked."""

@@ -16,7 +16,8 @@ class FakeWorker:
     """behaviour: what happens to POSTs: "ok", "503", "refuse" (closes at once), "cut" (closes in the middle of a
     stream), "cut_whole" (closes in the middle of a plain answer), "hang", "queue_full".
 
-    requests: (headers, body) of every POST. num_chunks, gap_s: shape of a stream.
+    requests: (headers, body) of every POST. responses: ids of those that it has stored.
+    num_chunks, gap_s: shape of a stream.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,6 +26,8 @@ class FakeWorker:
         self.is_ready = True
         self.num_chunks, self.gap_s, self.delay_s = 3, 0.0, 0.0
         self.requests: list[tuple[dict[str, str], Any]] = []
+        self.responses: set[str] = set()
+        self.asked: list[str] = []  # method and path of what was about one of its responses, or should have been
         self.num_left = 0  # clients that went before the end
         self.metrics = ""
         self.events: list[dict[str, Any]] = []  # of /kv_events
@@ -67,6 +70,11 @@ class FakeWorker:
     async def _answer(
         self, method: str, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
     ) -> None:
+        if path.startswith("/v1/responses/") and path != "/v1/responses/input_tokens":
+            self.asked.append(f"{method} {path}")
+            has_it = path.split("/")[3] in self.responses
+            self._whole(writer, 200 if has_it else 404, {"worker": self.name, "path": path})
+            return
         if method == "GET":
             if path == "/ready":
                 self._whole(writer, 200 if self.is_ready else 503, {"status": "ready"})
@@ -95,10 +103,29 @@ class FakeWorker:
                 await writer.drain()
                 await asyncio.sleep(0.05)
                 raise ConnectionResetError
+            case _ if path == "/v1/responses":
+                await self._respond(request, writer)
             case _ if request.get("stream"):
                 await self._stream(writer)
             case _:
                 self._whole(writer, 200, {"worker": self.name, "number": len(self.requests)})
+
+    async def _respond(self, request: Any, writer: asyncio.StreamWriter) -> None:
+        earlier = request.get("previous_response_id")
+        if earlier is not None and earlier not in self.responses:
+            self._whole(writer, 404, {"error": {"message": "there is no such response", "code": "response_not_found"}})
+            return
+        name = f"resp_{self.name}x{len(self.requests)}"
+        self.responses.add(name)
+        if not request.get("stream"):
+            self._whole(writer, 200, {"id": name, "object": "response", "worker": self.name})
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        event = json.dumps({"type": "response.created", "response": {"id": name, "object": "response"}}).encode()
+        for piece in (b"event: response.created\ndata: " + event[:50], event[50:] + b"\n\n", b"data: [DONE]\n\n", b""):
+            self._chunk(writer, piece)
+            await writer.drain()
+            await asyncio.sleep(self.gap_s)
 
     async def _tell(self, writer: asyncio.StreamWriter) -> None:
         """KV events: what stands in `events`, then what is added to it."""
