@@ -145,10 +145,9 @@ class Replica:
         if count < 2:
             return False
         num_rows = self.scheduler.num_running
-        # A step's cost grows evenly with its context: the mean of first and last is the mean of all.
-        first = self._cost.seconds(decode_load(num_rows, context))
-        last = self._cost.seconds(decode_load(num_rows, context + (count - 1) * num_rows))
-        self._leap = _Leap(now, (first + last) / 2, count, num_rows)
+        # A step's cost grows evenly with its context: that of the middle is the mean of all.
+        middle = context + (count - 1) * num_rows / 2
+        self._leap = _Leap(now, self._cost.seconds(decode_load(num_rows, middle)), count, num_rows)
         self.next_end = now + self._leap.seconds * count
         return True
 

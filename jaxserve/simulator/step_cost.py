@@ -27,7 +27,7 @@ class StepLoad:
     num_tokens: int
     num_decodes: int
     num_samples: int
-    context: int
+    context: float
     pairs: float
     num_rows: int
 
@@ -45,7 +45,7 @@ def load_of(decision: StepDecision) -> StepLoad:
     return StepLoad(num_tokens, decision.num_decodes, len(decision.samples), context, pairs, len(decision.rows))
 
 
-def decode_load(num_rows: int, context: int) -> StepLoad:
+def decode_load(num_rows: int, context: float) -> StepLoad:
     """A step in which `num_rows` rows with `context` tokens together get one token each."""
     return StepLoad(num_rows, num_rows, num_rows, context, float(context), num_rows)
 
@@ -93,6 +93,26 @@ class HostCost:
         return max(device_s, host_s) if self.overlap else device_s + host_s
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Rates:
+    """Seconds that a part takes: the longer of what its arithmetic takes (per token, sample, pair) and what reading its
+    weights (fixed) or context takes."""
+
+    projections_per_token: float
+    projections_fixed: float
+    dense_per_token: float
+    dense_fixed: float
+    experts_per_token: float
+    experts_fixed: float
+    per_expert_read: float
+    head_per_sample: float
+    head_fixed: float
+    per_pair: float
+    per_context: float
+    links_per_token: float
+    links_fixed: float
+
+
 @dataclasses.dataclass(frozen=True)
 class RooflineCost:
     """Each part of a step takes the longer of its arithmetic and its memory traffic (Williams et al., 2009, CACM 52
@@ -112,33 +132,49 @@ class RooflineCost:
 
     def parts(self, load: StepLoad) -> dict[str, float]:
         """Device seconds of a step by part: attention, projections, feed-forward, head, links."""
-        shape, tokens, devices = self.shape, load.num_tokens, self.parallel.devices
-        shards = self.parallel.attention_shards
-        weight = shape.weight_bytes
-        projections = self._longer(
-            2.0 * shape.num_layers * shape.attention_params * tokens / devices,
-            shape.num_layers * shape.attention_params * weight / shards,
-        )
-        dense = self._longer(
-            2.0 * shape.num_dense_layers * shape.mlp_params * tokens / devices,
-            shape.num_dense_layers * shape.mlp_params * weight / devices,
-        )
-        chosen = shape.num_chosen_experts * shape.expert_params + shape.always_params
-        read = self._experts_read(tokens) * shape.expert_params + shape.always_params
-        experts = self._longer(
-            2.0 * shape.num_moe_layers * chosen * tokens / devices, shape.num_moe_layers * read * weight / devices
-        )
-        head = self._longer(
-            2.0 * shape.head_params * load.num_samples / devices,
-            shape.head_params * weight / devices if load.num_samples else 0.0,
-        )
+        rates, tokens, samples = self._rates, load.num_tokens, load.num_samples
+        experts = 0.0
+        if rates.experts_per_token:
+            read = rates.experts_fixed + self._experts_read(tokens) * rates.per_expert_read
+            experts = max(tokens * rates.experts_per_token, read)
         return {
             "attention": self._attention(load),
-            "projections": projections,
-            "feed-forward": dense + experts,
-            "head": head,
-            "links": self._links(tokens),
+            "projections": max(tokens * rates.projections_per_token, rates.projections_fixed),
+            "feed-forward": max(tokens * rates.dense_per_token, rates.dense_fixed) + experts,
+            "head": max(samples * rates.head_per_sample, rates.head_fixed) if samples else 0.0,
+            "links": tokens * rates.links_per_token + rates.links_fixed,
         }
+
+    @functools.cached_property
+    def _rates(self) -> _Rates:
+        shape, devices, shards = self.shape, self.parallel.devices, self.parallel.attention_shards
+        operation = 1.0 / (self.device.flops * self.device.compute_share)
+        byte = 1.0 / (self.device.memory_bandwidth * self.device.memory_share)
+        weight = shape.weight_bytes * byte
+        projections = shape.num_layers * shape.attention_params
+        dense = shape.num_dense_layers * shape.mlp_params
+        chosen = shape.num_chosen_experts * shape.expert_params + shape.always_params
+        token_bytes = shape.kv_token_bytes / min(shards, shape.kv_shards)
+        hidden_bytes = shape.hidden_size * _BYTES_OF_ACTIVATION
+        # One sum over a group's devices after attention, one over all after the feed-forward part, per layer. With DP
+        # attention the second is a gather before and a scatter after it: the same bytes.
+        sums = [self._all_reduce(shards, hidden_bytes / self.parallel.attention_ranks)]
+        sums.append(self._all_reduce(devices, hidden_bytes))
+        return _Rates(
+            projections_per_token=2.0 * projections / devices * operation,
+            projections_fixed=projections * weight / shards,
+            dense_per_token=2.0 * dense / devices * operation,
+            dense_fixed=dense * weight / devices,
+            experts_per_token=2.0 * shape.num_moe_layers * chosen / devices * operation,
+            experts_fixed=shape.num_moe_layers * shape.always_params * weight / devices,
+            per_expert_read=shape.num_moe_layers * shape.expert_params * weight / devices,
+            head_per_sample=2.0 * shape.head_params / devices * operation,
+            head_fixed=shape.head_params * weight / devices,
+            per_pair=shape.pair_operations * shape.num_layers / devices * operation,
+            per_context=token_bytes / self.parallel.attention_ranks * byte,
+            links_per_token=shape.num_layers * sum(per_token for per_token, _ in sums),
+            links_fixed=shape.num_layers * sum(latency for _, latency in sums),
+        )
 
     @functools.cached_property
     def kv_tokens(self) -> int:
@@ -165,26 +201,15 @@ class RooflineCost:
         rest = shape.num_params - attention
         return shape.weight_bytes * (attention / self.parallel.attention_shards + rest / self.parallel.devices)
 
-    def _longer(self, operations: float, num_bytes: float) -> float:
-        device = self.device
-        return max(
-            operations / (device.flops * device.compute_share),
-            num_bytes / (device.memory_bandwidth * device.memory_share),
-        )
-
     def _attention(self, load: StepLoad) -> float:
-        shape, parallel = self.shape, self.parallel
+        shape = self.shape
         share = 1.0
         if shape.num_window_layers and load.num_rows:
             # Layers with a window see less of a long context.
             mean = load.context / load.num_rows
             seen = min(1.0, shape.window / mean) if mean else 1.0
             share = 1.0 - (1.0 - seen) * shape.num_window_layers / shape.num_layers
-        token_bytes = shape.kv_token_bytes / min(parallel.attention_shards, shape.kv_shards)
-        return self._longer(
-            share * load.pairs * shape.pair_operations * shape.num_layers / parallel.devices,
-            share * load.context * token_bytes / parallel.attention_ranks,
-        )
+        return share * max(load.pairs * self._rates.per_pair, load.context * self._rates.per_context)
 
     def _experts_read(self, tokens: int) -> float:
         if not self.shape.num_experts:
@@ -192,19 +217,12 @@ class RooflineCost:
         missed = (1.0 - self.shape.num_chosen_experts / self.shape.num_experts) ** tokens
         return self.shape.num_experts * (1.0 - missed)
 
-    def _links(self, tokens: int) -> float:
-        """One sum over a group's devices after attention, one over all after the feed-forward part, per layer. With
-        DP attention the second is a gather before and a scatter after it: the same bytes."""
-        hidden_bytes = tokens * self.shape.hidden_size * _BYTES_OF_ACTIVATION
-        ranks = self.parallel.attention_ranks
-        one = self._all_reduce(self.parallel.attention_shards, hidden_bytes / ranks)
-        return self.shape.num_layers * (one + self._all_reduce(self.parallel.devices, hidden_bytes))
-
-    def _all_reduce(self, devices: int, num_bytes: float) -> float:
+    def _all_reduce(self, devices: int, num_bytes: float) -> tuple[float, float]:
+        """(seconds for `num_bytes` of each token, seconds whatever its size)."""
         if devices == 1:
-            return 0.0
+            return 0.0, 0.0
         bandwidth = self.device.link_bandwidth * self.device.link_share
-        return 2.0 * (devices - 1) / devices * num_bytes / bandwidth + self.device.link_latency_s
+        return 2.0 * (devices - 1) / devices * num_bytes / bandwidth, self.device.link_latency_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
