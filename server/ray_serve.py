@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,17 +18,14 @@ import msgspec
 import ray
 from jaxserve.server.app import build_app
 from jaxserve.server.engine_client import EngineState
-from jaxserve.server.errors import SERVER_ERROR, ApiError, unavailable
 from jaxserve.server.ray_config import Autoscaling, ModelDeployment, RayConfig
+from jaxserve.server.ray_ingress import Call, Head, Ingress
 from jaxserve.server.router.queries import query_of
 from jaxserve.server.settings import ServerSettings
 from ray import serve
-from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.metrics import Gauge
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 from jaxserve.routing.loads import LoadTable
 from jaxserve.routing.policy import Query, make_policy
@@ -39,27 +34,6 @@ logger = logging.getLogger(__name__)
 
 _READY_S = 1800.0  # a large model may take long to load
 _STATS_S = 1.0
-_ATTEMPTS = 3
-_PASSED = ("/v1/", "/tokenize", "/detokenize", "/generate")
-_DROPPED_HEADERS = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
-
-
-class Call(msgspec.Struct):
-    """A request on its way from ingress to replica. headers: name, value."""
-
-    method: str
-    path: str
-    query: str
-    headers: list[tuple[str, str]]
-    body: bytes
-
-
-class Head(msgspec.Struct):
-    """The first item of an answer; pieces of its body follow."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    replica: str
 
 
 class PrefixRouter(RequestRouter):
@@ -80,7 +54,12 @@ class PrefixRouter(RequestRouter):
             self._forget(name)
         for name in replicas:
             self._table.set(name, self._in_flight.setdefault(name, 0))
-        chosen = self._policy.choose(_query(pending_request), self._table)
+        call = _call(pending_request)
+        if call is not None and call.home in replicas:
+            return [[replicas[call.home]]]
+        query = _query(pending_request)
+        chosen = self._policy.choose(query, self._table, () if call is None else call.without)
+        chosen = chosen or self._policy.choose(query, self._table)
         if chosen is None:
             return [candidate_replicas]
         others = [replica for name, replica in replicas.items() if name != chosen]
@@ -111,10 +90,15 @@ class PrefixRouter(RequestRouter):
         self._in_flight.pop(name, None)
 
 
+def _call(pending: PendingRequest | None) -> Call | None:
+    is_call = pending is not None and pending.args and isinstance(pending.args[0], Call)
+    return pending.args[0] if is_call else None  # type: ignore[union-attr]
+
+
 def _query(pending: PendingRequest | None) -> Query:
-    if pending is None or not pending.args or not isinstance(pending.args[0], Call):
+    call = _call(pending)
+    if call is None:
         return Query()
-    call = pending.args[0]
     headers = dict(call.headers)
     authorization = headers.get("authorization", "").encode("latin-1")
     return query_of(call.body, authorization=authorization, session=headers.get("x-session-id", ""))
@@ -239,97 +223,6 @@ def make_scaler(limits: dict[str, Any]) -> Any:
         return autoscaling.desired(context.current_num_replicas, context.total_num_requests, mean), {}
 
     return scale_one
-
-
-class Gateway:
-    """The OpenAI surface of all models: finds the deployment that a body names, and hands its answer on."""
-
-    def __init__(self, handles: dict[str, Any]) -> None:
-        self._handles = {name: handle.options(stream=True, method_name="__call__") for name, handle in handles.items()}
-
-    def models(self) -> Response:
-        cards = [{"id": name, "object": "model", "owned_by": "jaxserve"} for name in self._handles]
-        return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
-
-    async def pass_on(self, request: Request) -> Response:
-        body = await request.body()
-        try:
-            handle = self._handle(body)
-            headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in request.scope["headers"]
-                       if n not in _DROPPED_HEADERS]  # fmt: skip
-            headers += [("content-length", str(len(body))), ("host", "localhost")]
-            call = Call(request.method, request.url.path, request.url.query, headers, body)
-            head, pieces = await self._begin(handle, call)
-        except ApiError as error:
-            return _refused(error)
-        kept = {n: v for n, v in head.headers if n.lower().encode() not in _DROPPED_HEADERS}
-        kept["x-jaxserve-worker"] = head.replica
-        return StreamingResponse(pieces, head.status, kept)
-
-    def _handle(self, body: bytes) -> Any:
-        try:
-            name = msgspec.json.decode(body, type=_Named).model
-        except msgspec.DecodeError as error:
-            raise ApiError(400, f"body: {error}") from None
-        if name is None and len(self._handles) == 1:
-            return next(iter(self._handles.values()))
-        if name not in self._handles:
-            raise ApiError(
-                404, f"model: got {name!r}; allowed: {', '.join(self._handles)}", param="model", code="model_not_found"
-            )
-        return self._handles[name]
-
-    async def _begin(self, handle: Any, call: Call) -> tuple[Head, AsyncIterator[bytes]]:
-        """The head of an answer. A replica that dies before it is tried again on another."""
-        for attempt in range(_ATTEMPTS):
-            items = aiter(handle.remote(call))
-            try:
-                return await anext(items), _pieces(items)
-            except (RayActorError, StopAsyncIteration) as error:
-                logger.warning("a replica was lost before it answered (attempt %d): %s", attempt + 1, error)
-        raise unavailable("no replica could answer", retry_after=5, code="no_worker")
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-async def _pieces(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    """The rest of an answer; if its replica dies, an error event ends a stream."""
-    try:
-        async for piece in items:
-            yield piece
-    except RayActorError:
-        fault = ApiError(502, "the replica was lost while it answered", kind=SERVER_ERROR, code="worker_lost")
-        yield b"data: " + fault.encode() + b"\n\n"
-
-
-class Ingress:
-    """What Ray's proxy calls: a few paths of its own, the rest goes to the model's replicas."""
-
-    def __init__(self, names: list[str], api_keys: list[str], *handles: Any) -> None:
-        self._gateway = Gateway(dict(zip(names, handles)))
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
-
-    async def __call__(self, request: Request) -> Response:
-        path, method = request.url.path, request.method
-        if method == "GET" and path in ("/health", "/ready"):
-            return Response(b'{"status":"ready"}', media_type="application/json")
-        if self._digests and not self._is_known(request.headers.get("authorization", "")):
-            return _refused(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
-        if method == "GET" and path == "/v1/models":
-            return self._gateway.models()
-        if method == "POST" and path.startswith(_PASSED):
-            return await self._gateway.pass_on(request)
-        return _refused(ApiError(404, f"{method} {path[:100]}: no such path", code="not_found"))
-
-    def _is_known(self, authorization: str) -> bool:
-        sent = hashlib.sha256(authorization[7:].strip().encode()).digest()
-        return authorization[:7].lower() == "bearer " and any(hmac.compare_digest(d, sent) for d in self._digests)
-
-
-def _refused(error: ApiError) -> Response:
-    return Response(error.encode(), error.status, error.headers, "application/json")
 
 
 def build(config: RayConfig) -> serve.Application:

@@ -18,7 +18,7 @@ from jaxserve.server.router.worker import Worker
 
 from jaxserve.routing.homes import Homes
 
-_CREATE = "/v1/responses"
+CREATE_PATH = "/v1/responses"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ANSWERED_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
 _HEAD_BYTES = 4096  # the id stands at the beginning of an answer, whole or in events
@@ -55,22 +55,7 @@ class ResponseHomes:
 
     def reader(self, path: str, worker: Worker) -> Callable[[bytes], None] | None:
         """What shall be called with each piece of an answer to a request for `path`; None: nothing."""
-        if path != _CREATE:
-            return None
-        seen: bytes | None = b""
-
-        def read(piece: bytes) -> None:
-            nonlocal seen
-            if seen is None:
-                return
-            seen += piece[:_HEAD_BYTES]
-            found = _ANSWERED_ID.search(seen)
-            if found:
-                self._homes.note(found[1].decode("ascii"), worker.name)
-            if found or len(seen) >= _HEAD_BYTES:
-                seen = None
-
-        return read
+        return id_reader(lambda name: self._homes.note(name, worker.name)) if path == CREATE_PATH else None
 
     def remove_worker(self, worker: Worker) -> None:
         self._homes.remove_worker(worker.name)
@@ -86,7 +71,7 @@ class ResponseHomes:
         headers = [(b"authorization", authorization)] if authorization else []
         try:
             status, _ = await self._pool_of(worker).request(
-                "GET", f"{_CREATE}/{name}", headers=headers, timeout_s=self._settings.probe_timeout_s
+                "GET", f"{CREATE_PATH}/{name}", headers=headers, timeout_s=self._settings.probe_timeout_s
             )
         except UpstreamError:
             return False
@@ -96,12 +81,30 @@ class ResponseHomes:
 def named_response(path: str, body: bytes) -> str:
     """The id of the stored response that a request is about; empty: none. /v1/responses/ID[/...], or a body's
     previous_response_id."""
-    if not path.startswith(_CREATE):
+    if not path.startswith(CREATE_PATH):
         return ""
-    name: str | None = path[len(_CREATE) + 1 :].partition("/")[0]
+    name: str | None = path[len(CREATE_PATH) + 1 :].partition("/")[0]
     if not name or name == "input_tokens":
         try:
             name = _decode(body).previous_response_id
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
     return name if name and _ID.fullmatch(name) else ""
+
+
+def id_reader(note: Callable[[str], None]) -> Callable[[bytes], None]:
+    """A function to be called with each piece of an answer that makes a response; note() gets its id."""
+    seen: bytes | None = b""
+
+    def read(piece: bytes) -> None:
+        nonlocal seen
+        if seen is None:
+            return
+        seen += piece[:_HEAD_BYTES]
+        found = _ANSWERED_ID.search(seen)
+        if found:
+            note(found[1].decode("ascii"))
+        if found or len(seen) >= _HEAD_BYTES:
+            seen = None
+
+    return read

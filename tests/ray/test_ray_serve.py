@@ -31,6 +31,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     from ray import serve
 
     folder = write_small_model(tmp_path_factory.mktemp("model"))
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     engine = {"num_pages": 200, "page_size": 16, "max_num_rows": 1, "max_step_tokens": 16, "max_model_len": 512}
     models = [
         ModelDeployment(model=str(folder), name="small", replicas=2, engine=engine, num_cpus=0.1),
@@ -121,6 +123,28 @@ def test_prefixes_keep_to_their_replica_and_the_metrics_show_it(served: httpx.Cl
         time.sleep(1)
     assert sum(found["cached_prompt_tokens"]) / sum(found["prompt_tokens"]) > 0.5, found
     print("prefix affinity in Ray's metrics:", json.dumps(found))
+
+
+def test_a_conversation_continues_at_the_replica_that_stores_it(served: httpx.Client) -> None:
+    homes = set()
+    for number in range(6):
+        body = {"model": "small", "input": f"w{40 * number} w7 " * 40, "max_output_tokens": 4}
+        answer = served.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        home = answer.headers["x-jaxserve-worker"]
+        homes.add(home)
+        for turn in range(3):
+            body = {"model": "small", "input": f"w{turn}", "max_output_tokens": 4}
+            answer = served.post("/v1/responses", json={**body, "previous_response_id": answer.json()["id"]})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-jaxserve-worker"] == home
+        name = answer.json()["id"]
+        assert served.get(f"/v1/responses/{name}").json()["id"] == name
+        assert served.delete(f"/v1/responses/{name}").status_code == 200
+        assert served.get(f"/v1/responses/{name}").status_code == 404
+    assert len(homes) == 2
+    lost = {"model": "small", "input": "w1", "previous_response_id": "resp_nowhere"}
+    assert served.post("/v1/responses", json=lost).json()["error"]["code"] == "response_not_found"
 
 
 def test_a_killed_replica_is_replaced_and_requests_go_on(served: httpx.Client) -> None:
