@@ -214,7 +214,7 @@ def simulated(options: argparse.Namespace) -> None:
     for count in [int(text) for text in str(options.replicas).split(",")]:
         prefix = 4096
         groups = round(2.8 * cache / prefix)
-        num_requests, clients = 160 * count, 24 * count
+        num_requests, clients = 240 * count, 24 * count
         results = {}
         for kind in ("shared", "zipf", "unique"):
             for policy in ("round_robin", "cache_aware"):
