@@ -169,8 +169,12 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
 
     forms = {"xla": linear_xla}
     if cpu_ffi_available()[0]:
+        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul.cpu_ffi import linear_cpu
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_tiles import linear_tiles
 
+        if dtype == "bfloat16" and has_bf16_tiles():
+            forms["tiles"] = linear_tiles
         forms |= {"cpu_ffi": linear_cpu, "linear()": lambda x, w: linear(x, w, backend="cpu_ffi")}
     steps = {name: chain(product) for name, product in forms.items()}
     for num_rows in rows:

@@ -12,8 +12,9 @@ import logging
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
-# "mosaic" has products of its own for experts; dense ones are XLA's.
-MATMUL_BACKENDS = ("cpu_ffi", "xla", "mosaic")
+# "mosaic" has products of its own for experts; dense ones are XLA's. "cpu_tiles" multiplies dense bfloat16 weights in
+# one and the same arithmetic for any number of rows; cpu_ffi takes other kernels at few rows.
+MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic")
 
 
 @functools.cache
@@ -25,6 +26,17 @@ def cpu_ffi_available() -> tuple[bool, str]:
         return False, f"numba does not load: {error}"
     reason = check_support()
     return not reason, reason
+
+
+@functools.cache
+def cpu_tiles_available() -> tuple[bool, str]:
+    """As cpu_ffi_available, for products in tile registers."""
+    is_available, reason = cpu_ffi_available()
+    if not is_available:
+        return False, reason
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+
+    return (True, "") if has_bf16_tiles() else (False, "the CPU or the system lacks AMX for bfloat16")
 
 
 @functools.cache
@@ -78,6 +90,12 @@ def resolve_matmul_backend(requested: str, platform: str) -> str:
     return _resolve("matmul_backend", requested, platform, MATMUL_BACKENDS)
 
 
+def deterministic_matmul_backend(platform: str, dtype: str) -> str:
+    """Backend for dense products whose rows do not depend on how many there are, as far as `platform` has one; XLA's
+    agree for some numbers of rows only."""
+    return "cpu_tiles" if platform == "cpu" and dtype == "bfloat16" and cpu_tiles_available()[0] else "xla"
+
+
 def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]) -> str:
     if requested not in ("auto", *allowed):
         raise ValueError(f"{field}: got {requested!r}; allowed: auto, {', '.join(allowed)}")
@@ -90,6 +108,11 @@ def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]
         logger.warning("%s: using xla instead of mosaic: %s", field, reason)
     if requested == "auto" and platform != "cpu":
         return "xla"
+    if requested == "cpu_tiles":
+        is_available, reason = cpu_tiles_available() if platform == "cpu" else (False, f"platform {platform!r}")
+        if not is_available:
+            raise ValueError(f"{field}: got 'cpu_tiles', which cannot run here ({reason}); allowed: auto, xla")
+        return requested
     if requested not in ("auto", "cpu_ffi"):
         return requested
     if platform != "cpu":

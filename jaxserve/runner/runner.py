@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.backend import (
     mosaic_latent_reason,
     mosaic_reason,
     resolve_attention_backend,
+    deterministic_matmul_backend,
     resolve_matmul_backend,
 )
 from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place
@@ -277,9 +278,11 @@ def _join_hosts(config: EngineConfig) -> HostLink | None:
 def resolve_options(config: EngineConfig, platform: str, model_config: ModelConfig | None = None) -> RuntimeOptions:
     """How a model is computed on `platform` ("cpu", "gpu", ...) under this configuration."""
     attention = resolve_attention_backend(config.attention_backend, platform)
-    # The kernels for few rows sum in another order than XLA's products.
-    matmul = "xla" if config.deterministic else resolve_matmul_backend(config.matmul_backend, platform)
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    if config.deterministic:  # the kernels for few rows sum in another order than XLA's products
+        matmul = deterministic_matmul_backend(platform, dtype)
+    else:
+        matmul = resolve_matmul_backend(config.matmul_backend, platform)
     page_dtype = config.page_dtype
     if page_dtype == "auto":
         is_latent = model_config is not None and model_config.mla is not None

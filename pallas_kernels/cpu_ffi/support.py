@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 import re
@@ -16,6 +17,8 @@ from numba.core.registry import cpu_target
 _CHECKED_MAJOR = 0
 _CHECKED_MINORS = range(3, 6)
 _MIN_NUMBA = (0, 63)
+# Linux, x86-64: asm/prctl.h and Documentation/arch/x86/xstate.rst
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @functools.cache
@@ -50,6 +53,15 @@ def has_wide_vectors() -> bool:
 def has_bf16_dot() -> bool:
     """vdpbf16ps: pairs of bfloat16 multiplied and summed in float32."""
     return has_wide_vectors() and "avx512bf16" in cpu_features()
+
+
+@functools.cache
+def has_bf16_tiles() -> bool:
+    """Registers of 16 x 32 bfloat16 and their products (AMX), which Linux lends to a process that asks."""
+    if not (has_bf16_dot() and {"amx-tile", "amx-bf16"} <= cpu_features()) or sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def check_support() -> str:

@@ -27,7 +27,7 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     multiplied as stored by cpu_ffi at few rows, with x in float32; otherwise they are expanded for each product, to
     bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
     Backend "cpu_ffi" takes its own kernels where they beat XLA: at few rows, which T fixes when a program is
-    traced. Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
+    traced, and at all with tile registers. "cpu_tiles" takes those alone, so that a row has the same bits in any T. Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
@@ -41,12 +41,17 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         return _linear_quantized(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
-    if backend == "cpu_ffi":
-        # Loaded only here: it needs numba, which other platforms do without.
-        from jaxserve.pallas_kernels.matmul.cpu_ffi import MAX_ROWS, STEP, linear_cpu
+    if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0]:
+        # Loaded only here: they need numba, which other platforms do without.
+        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+        from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-        if 0 < x.shape[0] <= MAX_ROWS[w.dtype.name] and x.shape[1] and x.shape[1] % STEP == 0:
-            return linear_cpu(x.astype(jnp.float32), w)
+        fits_tiles = w.dtype == jnp.bfloat16 and has_bf16_tiles() and cpu_ffi_tiles.fits(*w.shape)
+        most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS["tiles" if fits_tiles else w.dtype.name]
+        if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
+            return cpu_ffi.linear_cpu(x.astype(jnp.float32), w)
+        if fits_tiles:
+            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
     return linear_xla(x, w)
 
 
@@ -65,8 +70,8 @@ def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Arr
 
         if x.shape[0] <= MAX_ROWS:
             return linear_cpu_quantized(x.astype(jnp.float32), w)
-        return linear_xla(x, expand_cpu(w))
-    return linear_xla(x, dequantize(w).astype(w.expanded))
+        return linear(x, expand_cpu(w), backend=backend)
+    return linear(x, dequantize(w).astype(w.expanded), backend=backend)
 
 
 def linear_per_head(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:

@@ -23,11 +23,12 @@ from jaxserve.pallas_kernels.matmul.quantized import (
     quantize_int8,
     take_rows,
 )
-from ragged_cases import needs_cpu_ffi
+from ragged_cases import needs_cpu_ffi, needs_cpu_tiles
 
 BACKENDS = [
     "xla",
     pytest.param("cpu_ffi", marks=needs_cpu_ffi),
+    pytest.param("cpu_tiles", marks=needs_cpu_tiles),
 ]
 DTYPES = ["float32", "bfloat16"]
 
@@ -65,6 +66,20 @@ class TestLinear:
             linear(x, w.astype(jnp.int32), backend=backend)
         with pytest.raises(ValueError, match="matmul backend: got 'cuda'"):
             linear(x, w, backend="cuda")
+
+
+@needs_cpu_tiles
+@pytest.mark.parametrize(("outputs", "k"), [(16, 32), (48, 64), (192, 576), (2064, 1024)])
+def test_rows_in_tiles_do_not_depend_on_their_number(outputs, k):
+    """One and two blocks of 16 rows, whole and partly filled, take different code, as do odd numbers of outputs."""
+    x, w = _arrays(100, outputs, k, "bfloat16")
+    together = np.asarray(_linear(x, w, backend="cpu_tiles"))
+    expected = np.asarray(x.astype(w.dtype)).astype(np.float64) @ np.asarray(w).astype(np.float64).T
+    assert np.abs(together - expected).max() <= 2e-6 * np.abs(expected).max()
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 64):
+        for first in (0, 100 - rows):
+            part = np.asarray(_linear(x[first : first + rows], w, backend="cpu_tiles"))
+            assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

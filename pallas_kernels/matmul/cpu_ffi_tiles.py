@@ -1,0 +1,291 @@
+"""Products in the tile registers of newer Intel CPUs (AMX): bfloat16 weights as stored, any number of rows.
+
+A tile holds 16 rows of 64 bytes. One instruction multiplies 16 outputs x 32 values of the weights with 32 values of 16
+rows of x and adds to 16 x 16 float32 sums: out.T = w @ x.T. The weights are loaded where they lie; x is rounded to
+bfloat16 and laid out by the first work items of a call (pairs of values, 16 rows side by side), for which the others
+wait. Every sum runs over k in one order, so rows do not depend on how many there are.
+
+Instructions: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX. Linux gives a process
+the registers' memory when it asks (support.has_bf16_tiles).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    BF16,
+    BYTE_POINTER,
+    I8,
+    I16,
+    I32,
+    I64,
+    atomic_add,
+    free,
+    jit,
+    load_i64,
+    malloc,
+    num_threads,
+    stack,
+    store_i64,
+)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import (
+    BAD_ARGUMENTS,
+    NO_MEMORY,
+    PLAN_HEAD,
+    PLAN_ITEMS,
+    PLAN_THREADS,
+    named,
+    register_handler,
+    wait_for,
+)
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+ROWS = 16  # rows of x, and outputs, of a tile
+STEP = 32  # values of k of a tile; k must be a multiple
+_LINE = 64  # bytes of a tile's row
+_TILE_BYTES = ROWS * _LINE
+_PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
+_ITEM_BYTES = 262144  # weights per work item: what follows is fetched ahead, which ends with an item
+_MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
+
+# The plan: its head, then numbers, then the count of packed blocks on a cache line of its own, then packed x.
+_PER_ITEM, _OUTPUTS_AT, _BLOCKS, _RAW = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24
+_PACKED, _SPACE = 64, 128
+
+
+def linear_tiles(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] float32, rounded to bfloat16, times w [N, K] bfloat16 -> [T, N] float32; see `fits`."""
+    call = jax.ffi.ffi_call(_handler(), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
+    return call(x, w)
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether a weight [outputs, inputs] can be cut into tiles."""
+    return outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
+
+
+@functools.cache
+def _handler() -> str:
+    if not has_bf16_tiles():  # it also asks for the registers, without which these instructions end the process
+        raise RuntimeError("products in tiles: got a CPU or system without AMX for bfloat16; allowed: other kernels")
+    name = "jaxserve_linear_bfloat16_tiles"
+    return register_handler(name, lambda: _make_handler(name))
+
+
+class _Tiles:
+    """The instructions, at the position of an emitter. Register numbers are compile-time constants."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.e = emitter
+
+    def _call(self, name: str, *arguments: ir.Value) -> None:
+        types_ = [argument.type for argument in arguments]
+        self.e.b.call(self.e.function(f"llvm.x86.{name}", ir.VoidType(), types_), arguments)
+
+    def _pointer(self, address: ir.Value) -> ir.Value:
+        return self.e.b.inttoptr(address, BYTE_POINTER)
+
+    def configure(self) -> None:
+        """Eight tiles of ROWS x _LINE bytes; palette 1."""
+        config = bytearray(64)
+        config[0] = 1
+        for tile in range(8):
+            config[16 + 2 * tile], config[48 + tile] = _LINE, ROWS
+        constant = cgutils.global_constant(
+            self.e.b.module, ".tile_config", ir.Constant(ir.ArrayType(I8, 64), config), linkage="private"
+        )
+        self._call("ldtilecfg", self.e.b.bitcast(constant, BYTE_POINTER))
+
+    def release(self) -> None:
+        self._call("tilerelease")
+
+    def zero(self, tile: int) -> None:
+        self._call("tilezero", ir.Constant(I8, tile))
+
+    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._call("tileloadd64", ir.Constant(I8, tile), self._pointer(address), stride)
+
+    def store(self, tile: int, address: ir.Value) -> None:
+        self._call("tilestored64", ir.Constant(I8, tile), self._pointer(address), self.e.const(_LINE))
+
+    def multiply_add(self, sums: int, w: int, x: int) -> None:
+        self._call("tdpbf16ps", *(ir.Constant(I8, tile) for tile in (sums, w, x)))
+
+
+def _make_pack() -> Any:
+    """pack(x, x_stride, rows, k, target): up to ROWS rows of x as the tiles of all k; missing rows repeat the last."""
+    pairs = ir.VectorType(I16, LANES)
+
+    def rounded(e: Emitter, address: ir.Value) -> ir.Value:
+        scratch = cgutils.alloca_once(e.b, pairs)
+        e.store_as(e.load(address), e.b.ptrtoint(scratch, I64), "bfloat16")
+        return e.b.load(scratch)
+
+    def emit(e: Emitter, x, x_stride, rows, k, target) -> None:
+        b = e.b
+        last = b.sub(rows, e.const(1))
+        starts = []
+        for row in range(ROWS):
+            index = b.select(b.icmp_signed("<", e.const(row), last), e.const(row), last)
+            starts.append(b.add(x, b.mul(index, x_stride)))
+        both = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+        with emit_loop(e, 0, k, STEP) as (i, _):
+            offset = b.mul(i, e.const(4))
+            vectors = []
+            for start in starts:
+                halves = [rounded(e, e.at(b.add(start, offset), 4 * half)) for half in (0, LANES)]
+                vectors.append(b.bitcast(b.shuffle_vector(*halves, both), INT_VECTOR))
+            tile = b.add(target, b.mul(i, e.const(_TILE_BYTES // STEP)))
+            for pair, vector in enumerate(e.transpose(vectors)):
+                e.store(vector, e.at(tile, _LINE * pair), _LINE)
+
+    return void_intrinsic((types.intp,) * 5, emit)
+
+
+def _make_product() -> Any:
+    """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch): one or two tiles of outputs
+    times one or two packed blocks of x; `rows` of y are written, and the first stand for all blocks before the last.
+
+    Strides in bytes; x_stride from block to block; scratch of _TILE_BYTES.
+    """
+
+    def emit(e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step) -> None:
+        b, done = e.b, e.b.append_basic_block("product.done")
+        cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, _PAIR) for m in (1, _PAIR)}
+        chosen = b.add(b.mul(outputs, e.const(4)), blocks)
+        switch = b.switch(chosen, cases[_PAIR, _PAIR])
+        for (n, m), block in cases.items():
+            if (n, m) != (_PAIR, _PAIR):
+                switch.add_case(e.const(4 * n + m), block)
+        for (n, m), block in cases.items():
+            b.position_at_end(block)
+            _emit_product(e, n, m, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step)
+            b.branch(done)
+        b.position_at_end(done)
+
+    return void_intrinsic((types.intp,) * 13, emit)
+
+
+def _emit_product(
+    e: Emitter,
+    outputs: int,
+    blocks: int,
+    w: ir.Value,
+    w_stride: ir.Value,
+    x: ir.Value,
+    x_stride: ir.Value,
+    k: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
+    rows: ir.Value,
+    scratch: ir.Value,
+    fetch: ir.Value,
+    fetch_step: ir.Value,
+) -> None:
+    b, tiles = e.b, _Tiles(e)
+    sums = {(n, m): _PAIR * n + m for n in range(outputs) for m in range(blocks)}
+    w_tiles, x_tiles = [4 + n for n in range(outputs)], [6 + m for m in range(blocks)]
+    w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
+    x_starts = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
+    for tile in sums.values():
+        tiles.zero(tile)
+    with emit_loop(e, 0, k, STEP) as (i, count):
+        w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(_TILE_BYTES // STEP))
+        for tile, start in zip(x_tiles, x_starts):
+            tiles.load(tile, b.add(start, x_offset), e.const(_LINE))
+        with emit_loop(e, 0, fetch_step, _LINE) as (line, _):
+            e.prefetch(b.add(b.add(fetch, b.mul(count, fetch_step)), line))
+        for n, start in enumerate(w_starts):
+            tiles.load(w_tiles[n], b.add(start, w_offset), w_stride)
+            for m in range(blocks):
+                tiles.multiply_add(sums[n, m], w_tiles[n], x_tiles[m])
+    for (n, m), tile in sums.items():
+        tiles.store(tile, scratch)
+        columns = e.transpose([e.load(e.at(scratch, _LINE * row), VECTOR, _LINE) for row in range(ROWS)])
+        out = b.add(b.add(y, b.mul(y_stride, e.const(ROWS * m))), e.const(_LINE * n))
+        if m < blocks - 1:
+            for row, column in enumerate(columns):
+                e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
+            continue
+        for row, column in enumerate(columns):
+            with b.if_then(b.icmp_signed("<", e.const(row), rows)):
+                e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
+
+
+@jit
+def _packed_bytes(k):
+    return k * (_TILE_BYTES // STEP)
+
+
+def _make_handler(name: str) -> tuple[Any, Any, Any]:
+    pack, product = _make_pack(), _make_product()
+    configure = void_intrinsic((), lambda e: _Tiles(e).configure())
+    release = void_intrinsic((), lambda e: _Tiles(e).release())
+
+    @named(name)
+    def plan(frame):
+        k = frames.num_inputs(frame)
+        if not frames.has_shapes(frame, BF16, k, STEP) or frames.num_outputs(frame) % ROWS != 0:
+            return BAD_ARGUMENTS
+        outputs, row_bytes = frames.num_outputs(frame), 2 * k
+        blocks = (frames.num_rows(frame) + ROWS - 1) // ROWS
+        threads = max(1, min(num_threads(frame), outputs * row_bytes * blocks // _MIN_THREAD_BYTES))
+        per_item = outputs
+        if threads > 1:
+            per_item = min(_ITEM_BYTES // row_bytes, outputs // threads) // (_PAIR * ROWS) * (_PAIR * ROWS)
+            per_item = max(per_item, _PAIR * ROWS)
+        raw = malloc(_SPACE + 64 + blocks * _packed_bytes(k))
+        if raw == 0:
+            return NO_MEMORY
+        made = (raw + 63) // 64 * 64
+        store_i64(made, PLAN_ITEMS, blocks + (outputs + per_item - 1) // per_item)
+        store_i64(made, PLAN_THREADS, threads)
+        store_i64(made, _PER_ITEM, per_item)
+        store_i64(made, _OUTPUTS_AT, outputs)
+        store_i64(made, _BLOCKS, blocks)
+        store_i64(made, _RAW, raw)
+        store_i64(made, _PACKED, 0)
+        return made
+
+    @named(name)
+    def body(frame, plan, i, worker):
+        rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), frames.num_outputs(frame)
+        blocks, packed = load_i64(plan, _BLOCKS), plan + _SPACE
+        if i < blocks:
+            source = frames.x_data(frame) + i * ROWS * k * 4
+            pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * _packed_bytes(k))
+            atomic_add(plan + _PACKED, 1)
+            return
+        first = (i - blocks) * load_i64(plan, _PER_ITEM)
+        last = min(first + load_i64(plan, _PER_ITEM), outputs)
+        scratch = stack(_TILE_BYTES)
+        wait_for(plan + _PACKED, blocks)
+        configure()
+        turns = (blocks + _PAIR - 1) // _PAIR
+        fetch_step = (_PAIR * _TILE_BYTES // turns + _LINE - 1) // _LINE * _LINE
+        for n in range(first, last, _PAIR * ROWS):
+            for m in range(0, blocks, _PAIR):
+                count = min(_PAIR, blocks - m)
+                product(
+                    min(_PAIR, (last - n) // ROWS), count, frames.w_data(frame) + n * 2 * k, 2 * k,
+                    packed + m * _packed_bytes(k), _packed_bytes(k), k,
+                    frames.y_data(frame) + m * ROWS * outputs * 4 + n * 4, outputs * 4,
+                    min(ROWS, rows - (m + count - 1) * ROWS), scratch,
+                    frames.w_data(frame) + (n + _PAIR * ROWS) * 2 * k + m // _PAIR * (k // STEP) * fetch_step, fetch_step,
+                )  # fmt: skip
+        release()
+
+    @named(name)
+    def finish(frame, plan):
+        free(load_i64(plan, _RAW))
+
+    return plan, body, finish
