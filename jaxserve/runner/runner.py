@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.backend import (
     mosaic_latent_reason,
     mosaic_reason,
     resolve_attention_backend,
+    cpu_tiles_available,
     deterministic_matmul_backend,
     resolve_matmul_backend,
 )
@@ -323,6 +324,8 @@ def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: Model
     """EngineConfig.weights, "auto" resolved for this model, these backends and this much free memory."""
     if config.weights != "auto":
         return config.weights
+    if options.matmul in ("cpu_ffi", "cpu_tiles") and options.dtype == "bfloat16" and cpu_tiles_available()[0]:
+        return "stored"  # expanding in the cache costs less than reading a copy, for any number of rows
     if options.matmul == "cpu_ffi" and options.dtype == "bfloat16":
         # Blocks of four bits and a copy of sixteen are at most five times what the file has.
         return "both" if _EXPANDED_PER_FILE * _file_bytes(source) < free_bytes * _MAX_WEIGHT_SHARE else "stored"

@@ -16,6 +16,22 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BFLOAT = _BFloat()
 LANES = 16
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(I32, LANES)
@@ -80,6 +96,12 @@ class Emitter:
         nan = b.or_(b.and_(b.lshr(bits, ints(16)), ints(0x8000)), ints(0x7FC0))
         rounded = b.select(b.fcmp_unordered("uno", value, value), nan, rounded)
         self.store(b.trunc(rounded, ir.VectorType(I16, LANES)), address, 2)
+
+    def to_bf16(self, value: ir.Value) -> ir.Value:
+        """16 float32 rounded to 16 bfloat16, as int16, by the CPU's own instruction: subnormal ones become 0. Only
+        where support.has_bf16_dot()."""
+        narrow = self.b.fptrunc(value, ir.VectorType(BFLOAT, LANES))
+        return self.b.bitcast(narrow, ir.VectorType(I16, LANES))
 
     def splat(self, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
         b, type_ = self.b, ir.VectorType(scalar.type, lanes)

@@ -34,7 +34,7 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     if x.ndim != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
     if isinstance(w, DoubleWeight):
-        return linear(x, w.stored if _takes_blocks(x, backend) else w.dense, backend=backend)
+        return linear(x, w.stored if _takes_blocks(x, w.stored, backend) else w.dense, backend=backend)
     if isinstance(w, JoinedWeight):
         return jnp.concatenate([linear(x, part, backend=backend) for part in w.parts], axis=1)
     if isinstance(w, QuantizedWeight):
@@ -46,7 +46,7 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-        fits_tiles = w.dtype == jnp.bfloat16 and has_bf16_tiles() and cpu_ffi_tiles.fits(*w.shape)
+        fits_tiles = has_bf16_tiles() and cpu_ffi_tiles.fits(w)
         most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS["tiles" if fits_tiles else w.dtype.name]
         if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
             return cpu_ffi.linear_cpu(x.astype(jnp.float32), w)
@@ -55,22 +55,30 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     return linear_xla(x, w)
 
 
-def _takes_blocks(x: jax.Array, backend: str) -> bool:
+def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
     """Whether so few rows are better off with the blocks than with a copy in bfloat16."""
-    if backend != "cpu_ffi":
+    if backend not in ("cpu_ffi", "cpu_tiles"):
         return False
-    from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+    from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-    return x.shape[0] <= BLOCK_ROWS
+    if has_bf16_tiles() and all(cpu_ffi_tiles.fits(part) for part in getattr(w, "parts", (w,))):
+        return True  # expanding in the cache costs less than reading the copy
+    return backend == "cpu_ffi" and x.shape[0] <= cpu_ffi.BLOCK_ROWS
 
 
 def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
-    if backend == "cpu_ffi" and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
-        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS, expand_cpu, linear_cpu_quantized
+    if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
+        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+        from jaxserve.pallas_kernels.matmul import cpu_ffi_quantized, cpu_ffi_tiles
 
-        if x.shape[0] <= MAX_ROWS:
-            return linear_cpu_quantized(x.astype(jnp.float32), w)
-        return linear(x, expand_cpu(w), backend=backend)
+        fits_tiles = has_bf16_tiles() and cpu_ffi_tiles.fits(w)
+        most = cpu_ffi_quantized.MAX_ROWS_BESIDE_TILES if fits_tiles else cpu_ffi_quantized.MAX_ROWS
+        if backend == "cpu_ffi" and x.shape[0] <= most:
+            return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
+        if fits_tiles:
+            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
+        return linear(x, cpu_ffi_quantized.expand_cpu(w), backend=backend)
     return linear(x, dequantize(w).astype(w.expanded), backend=backend)
 
 

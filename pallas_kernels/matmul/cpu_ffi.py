@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import BF16, F32, I16
 from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    BFLOAT,
     ELEMENT_BYTES,
     INT_VECTOR,
     LANES,
@@ -42,20 +43,7 @@ _ITEM_BYTES = 65536  # weights per work item
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
 
 
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
-
-
-_BF16_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_BF16_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def linear_cpu(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     FLOAT,
     I8,
     I16,
+    I32,
     U8,
     arg,
     data,
@@ -46,9 +47,12 @@ from numba import types
 
 # Up to how many rows this beats expanding the weight for XLA (benchmarks/cpu_kernels.py).
 MAX_ROWS = 16
+MAX_ROWS_BESIDE_TILES = 8  # up to how many it beats cpu_ffi_tiles
 FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
 _ITEM_BYTES = 32768  # of stored weights per work item
 _MIN_THREAD_BYTES = 32768
+_NIBBLES_AT = {"q4_1": 4, "q4_z": 4, "q4_k": 6}  # where in a block the codes of 4 bits begin
+_BYTES16 = ir.VectorType(I8, LANES)
 
 
 def linear_cpu_quantized(x: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -75,10 +79,19 @@ def _expansion(kind: str, target: str) -> str:
     return register_handler(name, lambda: _make_expansion(name, kind, target))
 
 
-def make_loader(kind: str) -> LoadWeights:
-    """STEP (one block of) stored weights as float32 vectors."""
+def load_nibbles(e: Emitter, kind: str, block: ir.Value) -> list[ir.Value]:
+    """The 32 codes of 4 bits of a block, as two vectors of 16 bytes."""
+    codes = e.load(e.at(block, _NIBBLES_AT[kind]), _BYTES16, 1)
+    low = e.b.and_(codes, ir.Constant(_BYTES16, [15] * LANES))
+    return [low, e.b.lshr(codes, ir.Constant(_BYTES16, [4] * LANES))]
+
+
+def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
+    """STEP (one block of) stored weights as float32 vectors. codes: what these 16 codes stand for in a block whose
+    codes have 4 bits, instead of the block's own."""
     size = block_bytes(kind)
-    bytes16, shorts16 = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
+    bytes16, shorts16 = _BYTES16, ir.VectorType(I16, LANES)
+    codes = [ir.Constant(VECTOR, codes)] if codes else []
 
     def load(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
         b = e.b
@@ -91,10 +104,8 @@ def make_loader(kind: str) -> LoadWeights:
             value = e.load(e.at(block, at), I8, 1)
             return b.sitofp(value, FLOAT) if signed else b.uitofp(value, FLOAT)
 
-        def nibbles(at: int) -> list[ir.Value]:
-            codes, four = e.load(e.at(block, at), bytes16, 1), ir.Constant(bytes16, [4] * LANES)
-            parts = [b.and_(codes, ir.Constant(bytes16, [15] * LANES)), b.lshr(codes, four)]
-            return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in parts]
+        def nibbles() -> list[ir.Value]:
+            return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in load_nibbles(e, kind, block)]
 
         def int8s(at: int) -> list[ir.Value]:
             return [e.load_as_float(e.at(block, at + j), "int8") for j in (0, LANES)]
@@ -127,14 +138,18 @@ def make_loader(kind: str) -> LoadWeights:
         if kind == "q8_0":
             return block, times(int8s(2), half(0))
         if kind == "q4_1":
-            factor, offset = e.splat(half(0)), e.splat(half(2))
-            return block, [e.fma(value, factor, offset) for value in nibbles(4)]
+            # Both numbers in every pair of lanes, converted together: fewer shuffles than one after the other.
+            pairs = b.bitcast(e.splat(e.load(block, I32, 2), LANES // 2), ir.VectorType(ir.HalfType(), LANES))
+            wide = b.fpext(pairs, VECTOR)
+            lanes = [[2 * (lane // 2) + odd for lane in range(LANES)] for odd in (0, 1)]
+            factor, offset = (b.shuffle_vector(wide, wide, ir.Constant(INT_VECTOR, list(x))) for x in lanes)
+            return block, [e.fma(value, factor, offset) for value in codes or nibbles()]
         if kind == "q4_z":
             zero = e.splat(byte(2))
-            return block, times([b.fsub(value, zero) for value in nibbles(4)], half(0))
+            return block, times([b.fsub(value, zero) for value in codes or nibbles()], half(0))
         if kind == "q4_k":
             factor, offset = e.splat(b.fmul(half(0), byte(4))), e.splat(b.fmul(half(2), byte(5)))
-            return block, [b.fsub(b.fmul(value, factor), offset) for value in nibbles(6)]
+            return block, [b.fsub(b.fmul(value, factor), offset) for value in codes or nibbles()]
         if kind == "q6_k":
             factors = [e.splat(b.fmul(half(0), byte(at, signed=True))) for at in (2, 3)]
             return block, [b.fmul(value, factor) for value, factor in zip(int8s(4), factors)]
@@ -143,8 +158,10 @@ def make_loader(kind: str) -> LoadWeights:
     return load
 
 
-def _make_expand(kind: str, target_kind: str) -> Any:
-    """expand(row, target, k): one stored row to float32 or bfloat16."""
+def make_expand(kind: str, target_kind: str, *, by_instruction: bool = False) -> Any:
+    """expand(row, target, k): one stored row to float32 or bfloat16. by_instruction: see Emitter.to_bf16."""
+    if by_instruction and kind in _NIBBLES_AT:
+        return _make_look_up(kind)
     load = make_loader(kind)
 
     def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
@@ -152,13 +169,39 @@ def _make_expand(kind: str, target_kind: str) -> Any:
         with emit_loop(e, 0, k, STEP) as (i, _):
             _, values = load(e, row, i, k)
             for j, value in enumerate(values):
-                e.store_as(value, e.at(e.b.add(target, e.b.mul(i, e.const(size))), LANES * size * j), target_kind)
+                address = e.at(e.b.add(target, e.b.mul(i, e.const(size))), LANES * size * j)
+                if by_instruction:
+                    e.store(e.to_bf16(value), address, 2)
+                else:
+                    e.store_as(value, address, target_kind)
+
+    return void_intrinsic((types.intp,) * 3, emit)
+
+
+def _make_look_up(kind: str) -> Any:
+    """`make_expand` to bfloat16 for codes of 4 bits: a block has 16 values, which are computed and then looked up."""
+    load = make_loader(kind, codes=tuple(float(code) for code in range(16)))
+    shorts = ir.VectorType(I16, STEP)
+
+    def indices(values: range) -> ir.Constant:
+        return ir.Constant(ir.VectorType(I32, STEP), list(values))
+
+    def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
+        b = e.b
+        with emit_loop(e, 0, k, STEP) as (i, _):
+            block, (values,) = load(e, row, i, k)
+            table = e.to_bf16(values)
+            table = b.shuffle_vector(table, table, indices(range(STEP)))
+            codes = b.shuffle_vector(*load_nibbles(e, kind, block), indices(range(STEP)))
+            look_up = e.function("llvm.x86.avx512.permvar.hi.512", shorts, [shorts, shorts])
+            found = b.call(look_up, [table, b.zext(codes, shorts)])
+            e.store(found, b.add(target, b.mul(i, e.const(2))), 2)
 
     return void_intrinsic((types.intp,) * 3, emit)
 
 
 def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:
-    expand, expanded_block = _make_expand(kind, "float32"), make_block("float32", False, prefetch=0)
+    expand, expanded_block = make_expand(kind, "float32"), make_block("float32", False, prefetch=0)
     stored_block = make_block("float32", False, load_weights=make_loader(kind), prefetch=1)
     stored_size, tail, outputs_at_once = block_bytes(kind), tail_bytes(kind), frames.OUTPUTS
 
@@ -202,7 +245,7 @@ def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:
 
 
 def _make_expansion(name: str, kind: str, target: str) -> tuple[Any, Any, Any]:
-    expand, size, target_type = _make_expand(kind, target), ELEMENT_BYTES[target], BF16 if target == "bfloat16" else F32
+    expand, size, target_type = make_expand(kind, target), ELEMENT_BYTES[target], BF16 if target == "bfloat16" else F32
     stored_size, tail = block_bytes(kind), tail_bytes(kind)
 
     @named(name)

@@ -1,9 +1,10 @@
-"""Products in the tile registers of newer Intel CPUs (AMX): bfloat16 weights as stored, any number of rows.
+"""Products in the tile registers of newer Intel CPUs (AMX): weights as stored, any number of rows.
 
-A tile holds 16 rows of 64 bytes. One instruction multiplies 16 outputs x 32 values of the weights with 32 values of 16
-rows of x and adds to 16 x 16 float32 sums: out.T = w @ x.T. The weights are loaded where they lie; x is rounded to
+A tile holds 16 rows of 64 bytes. One instruction multiplies 16 outputs x 32 bfloat16 values of the weights with 32
+values of 16 rows of x and adds to 16 x 16 float32 sums: out.T = w @ x.T. Weights in bfloat16 are loaded where they lie;
+quantised ones are expanded to bfloat16 a few outputs at a time, in memory that stays in the cache. x is rounded to
 bfloat16 and laid out by the first work items of a call (pairs of values, 16 rows side by side), for which the others
-wait. Every sum runs over k in one order, so rows do not depend on how many there are.
+wait. Every sum runs over k in one order, so rows do not depend on how many there are, nor on the form of the weights.
 
 Instructions: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX. Linux gives a process
 the registers' memory when it asks (support.has_bf16_tiles).
@@ -20,9 +21,8 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
     BYTE_POINTER,
     I8,
-    I16,
     I32,
-    I64,
+    U8,
     atomic_add,
     free,
     jit,
@@ -45,6 +45,8 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
+from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import make_expand
+from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -54,31 +56,36 @@ STEP = 32  # values of k of a tile; k must be a multiple
 _LINE = 64  # bytes of a tile's row
 _TILE_BYTES = ROWS * _LINE
 _PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
-_ITEM_BYTES = 262144  # weights per work item: what follows is fetched ahead, which ends with an item
+_ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
-# The plan: its head, then numbers, then the count of packed blocks on a cache line of its own, then packed x.
-_PER_ITEM, _OUTPUTS_AT, _BLOCKS, _RAW = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24
+# The plan: its head, then numbers, then the count of packed blocks on a cache line of its own, then packed x,
+# then each worker's expanded weights.
+_PER_ITEM, _BLOCKS, _EXPANDED, _RAW = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24
 _PACKED, _SPACE = 64, 128
 
 
-def linear_tiles(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] float32, rounded to bfloat16, times w [N, K] bfloat16 -> [T, N] float32; see `fits`."""
-    call = jax.ffi.ffi_call(_handler(), jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
-    return call(x, w)
+def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight) -> jax.Array:
+    """x [T, K] float32, rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`."""
+    is_dense = not isinstance(w, QuantizedWeight)
+    handler = _handler("bfloat16" if is_dense else w.kind)
+    call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
+    return call(x, w if is_dense else w.codes)
 
 
-def fits(outputs: int, inputs: int) -> bool:
-    """Whether a weight [outputs, inputs] can be cut into tiles."""
-    return outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
+def fits(w: jax.Array | QuantizedWeight) -> bool:
+    """Whether a weight [N, K] is computed with in bfloat16 and can be cut into tiles."""
+    dtype = w.expanded if isinstance(w, QuantizedWeight) else w.dtype.name
+    outputs, inputs = w.shape
+    return dtype == "bfloat16" and outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
 
 
 @functools.cache
-def _handler() -> str:
+def _handler(kind: str) -> str:
     if not has_bf16_tiles():  # it also asks for the registers, without which these instructions end the process
         raise RuntimeError("products in tiles: got a CPU or system without AMX for bfloat16; allowed: other kernels")
-    name = "jaxserve_linear_bfloat16_tiles"
-    return register_handler(name, lambda: _make_handler(name))
+    name = f"jaxserve_linear_{kind}_tiles"
+    return register_handler(name, lambda: _make_handler(name, kind))
 
 
 class _Tiles:
@@ -123,13 +130,6 @@ class _Tiles:
 
 def _make_pack() -> Any:
     """pack(x, x_stride, rows, k, target): up to ROWS rows of x as the tiles of all k; missing rows repeat the last."""
-    pairs = ir.VectorType(I16, LANES)
-
-    def rounded(e: Emitter, address: ir.Value) -> ir.Value:
-        scratch = cgutils.alloca_once(e.b, pairs)
-        e.store_as(e.load(address), e.b.ptrtoint(scratch, I64), "bfloat16")
-        return e.b.load(scratch)
-
     def emit(e: Emitter, x, x_stride, rows, k, target) -> None:
         b = e.b
         last = b.sub(rows, e.const(1))
@@ -142,7 +142,7 @@ def _make_pack() -> Any:
             offset = b.mul(i, e.const(4))
             vectors = []
             for start in starts:
-                halves = [rounded(e, e.at(b.add(start, offset), 4 * half)) for half in (0, LANES)]
+                halves = [e.to_bf16(e.load(e.at(b.add(start, offset), 4 * half))) for half in (0, LANES)]
                 vectors.append(b.bitcast(b.shuffle_vector(*halves, both), INT_VECTOR))
             tile = b.add(target, b.mul(i, e.const(_TILE_BYTES // STEP)))
             for pair, vector in enumerate(e.transpose(vectors)):
@@ -226,32 +226,47 @@ def _packed_bytes(k):
     return k * (_TILE_BYTES // STEP)
 
 
-def _make_handler(name: str) -> tuple[Any, Any, Any]:
+def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
     pack, product = _make_pack(), _make_product()
     configure = void_intrinsic((), lambda e: _Tiles(e).configure())
     release = void_intrinsic((), lambda e: _Tiles(e).release())
+    is_dense = kind == "bfloat16"
+    w_type, slab = BF16 if is_dense else U8, _PAIR * ROWS  # outputs computed together
+    block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
+    if is_dense:
+
+        @named(name)
+        def expand(row, target, k):
+            pass
+    else:
+        expand = make_expand(kind, "bfloat16", by_instruction=True)
+
+    @named(name)
+    def stored_bytes(frame):
+        return frames.num_inputs(frame) // BLOCK * block_size + tail
 
     @named(name)
     def plan(frame):
-        k = frames.num_inputs(frame)
-        if not frames.has_shapes(frame, BF16, k, STEP) or frames.num_outputs(frame) % ROWS != 0:
+        k, outputs, stored = frames.num_inputs(frame), frames.num_outputs(frame), stored_bytes(frame)
+        if not frames.has_shapes(frame, w_type, k if is_dense else stored, STEP) or outputs % ROWS != 0:
             return BAD_ARGUMENTS
-        outputs, row_bytes = frames.num_outputs(frame), 2 * k
         blocks = (frames.num_rows(frame) + ROWS - 1) // ROWS
-        threads = max(1, min(num_threads(frame), outputs * row_bytes * blocks // _MIN_THREAD_BYTES))
-        per_item = outputs
-        if threads > 1:
-            per_item = min(_ITEM_BYTES // row_bytes, outputs // threads) // (_PAIR * ROWS) * (_PAIR * ROWS)
-            per_item = max(per_item, _PAIR * ROWS)
-        raw = malloc(_SPACE + 64 + blocks * _packed_bytes(k))
+        threads = max(1, min(num_threads(frame), outputs * 2 * k * blocks // _MIN_THREAD_BYTES))
+        items = 1
+        if threads > 1:  # as many for each thread, if none comes late
+            items = (outputs * 2 * k // _ITEM_BYTES + threads) // threads * threads
+        per_item = ((outputs + items - 1) // items + slab - 1) // slab * slab
+        packed_bytes = blocks * _packed_bytes(k)
+        expanded_bytes = 0 if is_dense else threads * slab * 2 * k
+        raw = malloc(_SPACE + 64 + packed_bytes + expanded_bytes)
         if raw == 0:
             return NO_MEMORY
         made = (raw + 63) // 64 * 64
         store_i64(made, PLAN_ITEMS, blocks + (outputs + per_item - 1) // per_item)
         store_i64(made, PLAN_THREADS, threads)
         store_i64(made, _PER_ITEM, per_item)
-        store_i64(made, _OUTPUTS_AT, outputs)
         store_i64(made, _BLOCKS, blocks)
+        store_i64(made, _EXPANDED, made + _SPACE + packed_bytes)
         store_i64(made, _RAW, raw)
         store_i64(made, _PACKED, 0)
         return made
@@ -267,20 +282,25 @@ def _make_handler(name: str) -> tuple[Any, Any, Any]:
             return
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
-        scratch = stack(_TILE_BYTES)
+        turns = (blocks + _PAIR - 1) // _PAIR
+        fetch_step = (_PAIR * _TILE_BYTES // turns + _LINE - 1) // _LINE * _LINE if is_dense else 0
+        stored, scratch, w = stored_bytes(frame), stack(_TILE_BYTES), frames.w_data(frame)
+        expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
         wait_for(plan + _PACKED, blocks)
         configure()
-        turns = (blocks + _PAIR - 1) // _PAIR
-        fetch_step = (_PAIR * _TILE_BYTES // turns + _LINE - 1) // _LINE * _LINE
-        for n in range(first, last, _PAIR * ROWS):
+        for n in range(first, last, slab):
+            weights = w + n * stored
+            if not is_dense:
+                for j in range(min(slab, last - n)):
+                    expand(weights + j * stored, expanded + j * 2 * k, k)
+                weights = expanded
             for m in range(0, blocks, _PAIR):
                 count = min(_PAIR, blocks - m)
                 product(
-                    min(_PAIR, (last - n) // ROWS), count, frames.w_data(frame) + n * 2 * k, 2 * k,
-                    packed + m * _packed_bytes(k), _packed_bytes(k), k,
-                    frames.y_data(frame) + m * ROWS * outputs * 4 + n * 4, outputs * 4,
+                    min(_PAIR, (last - n) // ROWS), count, weights, 2 * k, packed + m * _packed_bytes(k),
+                    _packed_bytes(k), k, frames.y_data(frame) + m * ROWS * outputs * 4 + n * 4, outputs * 4,
                     min(ROWS, rows - (m + count - 1) * ROWS), scratch,
-                    frames.w_data(frame) + (n + _PAIR * ROWS) * 2 * k + m // _PAIR * (k // STEP) * fetch_step, fetch_step,
+                    w + (n + slab) * stored + m // _PAIR * (k // STEP) * fetch_step, fetch_step,
                 )  # fmt: skip
         release()
 

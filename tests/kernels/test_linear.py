@@ -82,6 +82,28 @@ def test_rows_in_tiles_do_not_depend_on_their_number(outputs, k):
             assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
 
 
+@needs_cpu_tiles
+def test_a_weight_kept_twice_is_read_in_its_blocks_where_there_are_tiles():
+    weight, _ = _quantized("q4_1", 48, 64)
+    both = DoubleWeight(weight, jnp.ones((48, 64), jnp.bfloat16))
+    for rows in (1, 40):
+        x, _ = _arrays(rows, 48, 64, "float32")
+        for backend in ("cpu_ffi", "cpu_tiles"):
+            found = np.asarray(_linear(x, both, backend=backend))
+            np.testing.assert_array_equal(found, np.asarray(_linear(x, weight, backend=backend)))
+
+
+@needs_cpu_tiles
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_blocks_in_tiles_equal_their_expansion(kind, rows):
+    w, _ = _quantized(kind, 80, 256)
+    x = _arrays(rows, 80, 256, "float32")[0]
+    found = np.asarray(_linear(x, w, backend="cpu_tiles"))
+    expected = np.asarray(_linear(x, dequantize(w).astype(jnp.bfloat16), backend="cpu_tiles"))
+    assert found.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "k"), [(192, 576), (256, 640), (64, 64)])
 def test_xla_rows_do_not_depend_on_their_number(outputs, k, dtype):
