@@ -9,6 +9,7 @@ expand_cpu writes the whole weight out for XLA.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ from numba import types
 
 # Up to how many rows this beats expanding the weight for XLA (benchmarks/cpu_kernels.py).
 MAX_ROWS = 16
-MAX_ROWS_BESIDE_TILES = 8  # up to how many it beats cpu_ffi_tiles
+MAX_ROWS_BESIDE_TILES = 4  # up to how many it beats cpu_ffi_tiles
 FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
 _ITEM_BYTES = 32768  # of stored weights per work item
 _MIN_THREAD_BYTES = 32768
@@ -160,44 +161,52 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
 
 def make_expand(kind: str, target_kind: str, *, by_instruction: bool = False) -> Any:
     """expand(row, target, k): one stored row to float32 or bfloat16. by_instruction: see Emitter.to_bf16."""
+    expand_step = make_expand_step(kind, target_kind, by_instruction=by_instruction)
+
+    def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
+        with emit_loop(e, 0, k, STEP) as (i, _):
+            expand_step(e, row, i, k, e.b.add(target, e.b.mul(i, e.const(ELEMENT_BYTES[target_kind]))))
+
+    return void_intrinsic((types.intp,) * 3, emit)
+
+
+# (emitter, start of a weight row, index of the first of STEP values, k, where the values go)
+ExpandStep = Callable[[Emitter, ir.Value, ir.Value, ir.Value, ir.Value], None]
+
+
+def make_expand_step(kind: str, target_kind: str, *, by_instruction: bool = False) -> ExpandStep:
+    """Emits STEP stored weights as float32 or bfloat16."""
     if by_instruction and kind in _NIBBLES_AT:
         return _make_look_up(kind)
-    load = make_loader(kind)
+    load, size = make_loader(kind), ELEMENT_BYTES[target_kind]
 
-    def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
-        size = ELEMENT_BYTES[target_kind]
-        with emit_loop(e, 0, k, STEP) as (i, _):
-            _, values = load(e, row, i, k)
-            for j, value in enumerate(values):
-                address = e.at(e.b.add(target, e.b.mul(i, e.const(size))), LANES * size * j)
-                if by_instruction:
-                    e.store(e.to_bf16(value), address, 2)
-                else:
-                    e.store_as(value, address, target_kind)
+    def emit(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value, target: ir.Value) -> None:
+        _, values = load(e, row, i, k)
+        for j, value in enumerate(values):
+            if by_instruction:
+                e.store(e.to_bf16(value), e.at(target, LANES * size * j), 2)
+            else:
+                e.store_as(value, e.at(target, LANES * size * j), target_kind)
 
-    return void_intrinsic((types.intp,) * 3, emit)
+    return emit
 
 
-def _make_look_up(kind: str) -> Any:
-    """`make_expand` to bfloat16 for codes of 4 bits: a block has 16 values, which are computed and then looked up."""
+def _make_look_up(kind: str) -> ExpandStep:
+    """To bfloat16, for codes of 4 bits: a block has 16 values, which are computed and then looked up."""
     load = make_loader(kind, codes=tuple(float(code) for code in range(16)))
     shorts = ir.VectorType(I16, STEP)
+    every = ir.Constant(ir.VectorType(I32, STEP), list(range(STEP)))
 
-    def indices(values: range) -> ir.Constant:
-        return ir.Constant(ir.VectorType(I32, STEP), list(values))
-
-    def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
+    def emit(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value, target: ir.Value) -> None:
         b = e.b
-        with emit_loop(e, 0, k, STEP) as (i, _):
-            block, (values,) = load(e, row, i, k)
-            table = e.to_bf16(values)
-            table = b.shuffle_vector(table, table, indices(range(STEP)))
-            codes = b.shuffle_vector(*load_nibbles(e, kind, block), indices(range(STEP)))
-            look_up = e.function("llvm.x86.avx512.permvar.hi.512", shorts, [shorts, shorts])
-            found = b.call(look_up, [table, b.zext(codes, shorts)])
-            e.store(found, b.add(target, b.mul(i, e.const(2))), 2)
+        block, (values,) = load(e, row, i, k)
+        table = e.to_bf16(values)
+        table = b.shuffle_vector(table, table, every)
+        codes = b.shuffle_vector(*load_nibbles(e, kind, block), every)
+        look_up = e.function("llvm.x86.avx512.permvar.hi.512", shorts, [shorts, shorts])
+        e.store(b.call(look_up, [table, b.zext(codes, shorts)]), target, 2)
 
-    return void_intrinsic((types.intp,) * 3, emit)
+    return emit
 
 
 def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:

@@ -45,7 +45,7 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
-from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import make_expand
+from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import ExpandStep, make_expand, make_expand_step
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
@@ -56,6 +56,8 @@ STEP = 32  # values of k of a tile; k must be a multiple
 _LINE = 64  # bytes of a tile's row
 _TILE_BYTES = ROWS * _LINE
 _PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
+_BUFFER_BYTES = _PAIR * _TILE_BYTES  # the expanded weights of one step; two of them
+_SCRATCH_BYTES = _PAIR * _PAIR * _TILE_BYTES + 2 * _BUFFER_BYTES
 _ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
@@ -151,11 +153,12 @@ def _make_pack() -> Any:
     return void_intrinsic((types.intp,) * 5, emit)
 
 
-def _make_product() -> Any:
-    """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch): one or two tiles of outputs
-    times one or two packed blocks of x; `rows` of y are written, and the first stand for all blocks before the last.
+def _make_product(expand_step: ExpandStep | None) -> Any:
+    """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one or two
+    tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
 
-    Strides in bytes; x_stride from block to block; scratch of _TILE_BYTES.
+    Strides in bytes; x_stride from block to block. scratch has _SCRATCH_BYTES. fetch_step bytes are fetched ahead per
+    step. With expand_step w is as stored, else bfloat16.
     """
 
     def emit(e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step) -> None:
@@ -168,15 +171,17 @@ def _make_product() -> Any:
                 switch.add_case(e.const(4 * n + m), block)
         for (n, m), block in cases.items():
             b.position_at_end(block)
-            _emit_product(e, n, m, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step)
+            _emit_sums(e, expand_step, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
             b.branch(done)
         b.position_at_end(done)
+        _emit_transposed(e, outputs, blocks, y, y_stride, rows, scratch)
 
     return void_intrinsic((types.intp,) * 13, emit)
 
 
-def _emit_product(
+def _emit_sums(
     e: Emitter,
+    expand_step: ExpandStep | None,
     outputs: int,
     blocks: int,
     w: ir.Value,
@@ -184,17 +189,25 @@ def _emit_product(
     x: ir.Value,
     x_stride: ir.Value,
     k: ir.Value,
-    y: ir.Value,
-    y_stride: ir.Value,
-    rows: ir.Value,
     scratch: ir.Value,
     fetch: ir.Value,
     fetch_step: ir.Value,
 ) -> None:
+    """w @ x.T of `outputs` tiles of weights and `blocks` of x, each tile of sums to its place in scratch."""
     b, tiles = e.b, _Tiles(e)
     sums = {(n, m): _PAIR * n + m for n in range(outputs) for m in range(blocks)}
     w_tiles, x_tiles = [4 + n for n in range(outputs)], [6 + m for m in range(blocks)]
     w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
+    buffers = e.at(scratch, _PAIR * _PAIR * _TILE_BYTES)
+
+    def expand(i: ir.Value, count: ir.Value) -> None:
+        """The weights of one step, into one of two buffers in turn: what was just written cannot be loaded at once."""
+        buffer = b.add(buffers, b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES)))
+        with emit_loop(e, 0, ROWS * outputs, 1) as (row, _):
+            expand_step(e, b.add(w, b.mul(row, w_stride)), i, k, b.add(buffer, b.mul(row, e.const(_LINE))))
+
+    if expand_step is not None:
+        expand(e.const(0), e.const(0))
     x_starts = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
     for tile in sums.values():
         tiles.zero(tile)
@@ -204,20 +217,41 @@ def _emit_product(
             tiles.load(tile, b.add(start, x_offset), e.const(_LINE))
         with emit_loop(e, 0, fetch_step, _LINE) as (line, _):
             e.prefetch(b.add(b.add(fetch, b.mul(count, fetch_step)), line))
+        if expand_step is not None:
+            following = b.add(i, e.const(STEP))
+            with b.if_then(b.icmp_signed("<", following, k)):
+                expand(following, b.add(count, e.const(1)))
+            buffer = b.add(buffers, b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES)))
         for n, start in enumerate(w_starts):
-            tiles.load(w_tiles[n], b.add(start, w_offset), w_stride)
+            if expand_step is None:
+                tiles.load(w_tiles[n], b.add(start, w_offset), w_stride)
+            else:
+                tiles.load(w_tiles[n], e.at(buffer, n * _TILE_BYTES), e.const(_LINE))
             for m in range(blocks):
                 tiles.multiply_add(sums[n, m], w_tiles[n], x_tiles[m])
     for (n, m), tile in sums.items():
-        tiles.store(tile, scratch)
-        columns = e.transpose([e.load(e.at(scratch, _LINE * row), VECTOR, _LINE) for row in range(ROWS)])
-        out = b.add(b.add(y, b.mul(y_stride, e.const(ROWS * m))), e.const(_LINE * n))
-        if m < blocks - 1:
-            for row, column in enumerate(columns):
-                e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
-            continue
+        tiles.store(tile, e.at(scratch, (_PAIR * n + m) * _TILE_BYTES))
+
+
+def _emit_transposed(
+    e: Emitter,
+    outputs: ir.Value,
+    blocks: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
+    rows: ir.Value,
+    scratch: ir.Value,
+) -> None:
+    """The sums in scratch, [outputs, rows] tile by tile, to y."""
+    b = e.b
+    with emit_loop(e, 0, outputs, 1) as (n, _), emit_loop(e, 0, blocks, 1) as (m, _):
+        tile = b.add(scratch, b.mul(b.add(b.mul(n, e.const(_PAIR)), m), e.const(_TILE_BYTES)))
+        columns = e.transpose([e.load(e.at(tile, _LINE * row), VECTOR, _LINE) for row in range(ROWS)])
+        out = b.add(b.add(y, b.mul(y_stride, b.mul(m, e.const(ROWS)))), b.mul(n, e.const(_LINE)))
+        is_last = b.icmp_signed("==", b.add(m, e.const(1)), blocks)
+        count = b.select(is_last, rows, e.const(ROWS))
         for row, column in enumerate(columns):
-            with b.if_then(b.icmp_signed("<", e.const(row), rows)):
+            with b.if_then(b.icmp_signed("<", e.const(row), count)):
                 e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
 
 
@@ -227,7 +261,7 @@ def _packed_bytes(k):
 
 
 def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
-    pack, product = _make_pack(), _make_product()
+    pack, product = _make_pack(), _make_product(None)
     configure = void_intrinsic((), lambda e: _Tiles(e).configure())
     release = void_intrinsic((), lambda e: _Tiles(e).release())
     is_dense = kind == "bfloat16"
@@ -238,8 +272,11 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         @named(name)
         def expand(row, target, k):
             pass
+
+        product_of_stored = product
     else:
         expand = make_expand(kind, "bfloat16", by_instruction=True)
+        product_of_stored = _make_product(make_expand_step(kind, "bfloat16", by_instruction=True))
 
     @named(name)
     def stored_bytes(frame):
@@ -283,13 +320,20 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
         turns = (blocks + _PAIR - 1) // _PAIR
-        fetch_step = (_PAIR * _TILE_BYTES // turns + _LINE - 1) // _LINE * _LINE if is_dense else 0
-        stored, scratch, w = stored_bytes(frame), stack(_TILE_BYTES), frames.w_data(frame)
+        fetch_step = (slab * block_size // turns + _LINE - 1) // _LINE * _LINE
+        stored, scratch, w = stored_bytes(frame), stack(_SCRATCH_BYTES), frames.w_data(frame)
         expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
         wait_for(plan + _PACKED, blocks)
         configure()
         for n in range(first, last, slab):
             weights = w + n * stored
+            if not is_dense and turns == 1:
+                product_of_stored(
+                    min(_PAIR, (last - n) // ROWS), blocks, weights, stored, packed, _packed_bytes(k), k,
+                    frames.y_data(frame) + n * 4, outputs * 4, rows - (blocks - 1) * ROWS, scratch,
+                    weights + slab * stored, fetch_step,
+                )  # fmt: skip
+                continue
             if not is_dense:
                 for j in range(min(slab, last - n)):
                     expand(weights + j * stored, expanded + j * 2 * k, k)
