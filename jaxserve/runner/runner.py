@@ -18,11 +18,11 @@ from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.models.tensor_parallel import check_mesh, local_vocab_size
 from jaxserve.pallas_kernels.backend import (
     check_attention_shape,
+    cpu_tiles_available,
+    deterministic_matmul_backend,
     mosaic_latent_reason,
     mosaic_reason,
     resolve_attention_backend,
-    cpu_tiles_available,
-    deterministic_matmul_backend,
     resolve_matmul_backend,
 )
 from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place

@@ -17,7 +17,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-
 class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not name."""
 

@@ -27,7 +27,8 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     multiplied as stored by cpu_ffi at few rows, with x in float32; otherwise they are expanded for each product, to
     bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
     Backend "cpu_ffi" takes its own kernels where they beat XLA: at few rows, which T fixes when a program is
-    traced, and at all with tile registers. "cpu_tiles" takes those alone, so that a row has the same bits in any T. Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
+    traced, and at all with tile registers. "cpu_tiles" takes those alone, so that a row has the same bits in any T.
+    Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")

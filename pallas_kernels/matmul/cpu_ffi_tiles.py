@@ -132,6 +132,7 @@ class _Tiles:
 
 def _make_pack() -> Any:
     """pack(x, x_stride, rows, k, target): up to ROWS rows of x as the tiles of all k; missing rows repeat the last."""
+
     def emit(e: Emitter, x, x_stride, rows, k, target) -> None:
         b = e.b
         last = b.sub(rows, e.const(1))
@@ -161,7 +162,9 @@ def _make_product(expand_step: ExpandStep | None) -> Any:
     step. With expand_step w is as stored, else bfloat16.
     """
 
-    def emit(e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step) -> None:
+    def emit(
+        e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step
+    ) -> None:
         b, done = e.b, e.b.append_basic_block("product.done")
         cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, _PAIR) for m in (1, _PAIR)}
         chosen = b.add(b.mul(outputs, e.const(4)), blocks)
