@@ -179,7 +179,7 @@ def main() -> None:
             real = run_real(engine, make(seed), clients, uses_cpu)
             later = time_steps(engine, timer, rounds=1, seed=seed)
             engine.flush_cache()
-            cost = fit(steps + later, buckets)
+            cost = fit(steps + later, buckets, request=timer.request_seconds)
             steps = later
             fleet = FleetSimulator(
                 FleetOptions(num_replicas=1, geometry=engine.scheduler.geometry, cost=cost, max_in_flight=clients),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -55,8 +56,20 @@ class StepTimer:
         self.runner: Any = engine._steps._runner
         engine._steps._runner = self
         self.steps: list[TimedStep] = []
+        self._requests: list[float] = []
         self._loads: list[tuple[StepLoad, float]] = []
         self._last_end = 0.0
+
+    @property
+    def request_seconds(self) -> float:
+        """Median over the requests that were handled here; 0 without any."""
+        return statistics.median(self._requests) if self._requests else 0.0
+
+    def handle(self, message: AddRequest) -> None:
+        """Give the engine a request, and note what that took."""
+        start = self._clock()
+        self._engine.handle(message)
+        self._requests.append(self._clock() - start)
 
     def stop(self) -> None:
         self._engine._steps._runner = self.runner
@@ -80,11 +93,11 @@ class StepTimer:
         return result
 
 
-def run_requests(engine: Engine, requests: Sequence[tuple[Sequence[int], int]]) -> None:
+def run_requests(engine: Engine, timer: StepTimer, requests: Sequence[tuple[Sequence[int], int]]) -> None:
     """Serve (prompt, output tokens) all at once, to the end."""
     for number, (prompt, num_output) in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        engine.handle(AddRequest(request_id=f"{time.perf_counter_ns()}-{number}", prompt=list(prompt), params=params))
+        timer.handle(AddRequest(request_id=f"{time.perf_counter_ns()}-{number}", prompt=list(prompt), params=params))
     while engine.has_work:
         engine.step()
 
@@ -97,13 +110,13 @@ def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int =
     for _ in range(rounds):
         for size in _lone_prompts(timer.runner.shapes.token_buckets):
             if size + _OUTPUTS_ALONE < geometry.max_model_len:
-                run_requests(engine, [(source.ids(size), _OUTPUTS_ALONE)])
+                run_requests(engine, timer, [(source.ids(size), _OUTPUTS_ALONE)])
         for rows, num_prompt, num_output in _SHAPES:
             rows = min(rows, geometry.max_num_rows)
             if num_prompt + num_output < geometry.max_model_len:
                 # Outputs of different lengths: the number of rows falls one by one.
                 requests = [(source.ids(num_prompt), num_output + 2 * row) for row in range(rows)]
-                run_requests(engine, requests)
+                run_requests(engine, timer, requests)
     return list(timer.steps)
 
 
@@ -115,7 +128,7 @@ def _lone_prompts(buckets: Sequence[int]) -> list[int]:
     )
 
 
-def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -> MeasuredCost:
+def fit(steps: Sequence[TimedStep], buckets: Sequence[int], *, request: float = 0.0, machine: str = "") -> MeasuredCost:
     """The cost model that fits timed steps: one number per bucket, and slopes for context, pairs and rows.
 
     Slopes come from least squares over all steps, bounded below by 0; the number of a bucket is then the mean of what
@@ -144,6 +157,7 @@ def fit(steps: Sequence[TimedStep], buckets: Sequence[int], machine: str = "") -
         context=float(slopes[0]),
         pair=float(slopes[1]),
         row=float(slopes[2]),
+        request=request,
         machine=machine,
     )
 
@@ -193,7 +207,7 @@ def calibrate_engine(engine: Engine, *, rounds: int = 2, seed: int = 0) -> Measu
     machine = describe_machine()
     when = datetime.date.today().isoformat()
     name = f"{engine.model.name}, {engine.model.dtype}, {machine['processor']}, {when}"
-    return fit(steps, timer.runner.shapes.token_buckets, name)
+    return fit(steps, timer.runner.shapes.token_buckets, request=timer.request_seconds, machine=name)
 
 
 def calibrate_to_file(model: str, path: Path) -> None:

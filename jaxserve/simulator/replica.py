@@ -90,8 +90,9 @@ class Replica:
             leap = self._leap
             leap.count = min(leap.count, max(1, int((now - leap.start) / leap.seconds) + 1))
             self.next_end = leap.start + leap.count * leap.seconds
-        elif self.next_end is None and not self._is_between:
-            self.next_end = now  # wakes up, with all that arrives now
+        elif not self._flying and not self._is_between:
+            # Wakes up, and takes in all that arrives until it has done so.
+            self.next_end = (now if self.next_end is None else self.next_end) + self._cost.request
 
     def end_step(self) -> None:
         """What is under way ends at next_end: its tokens are read."""

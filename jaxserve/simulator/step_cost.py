@@ -51,7 +51,11 @@ def decode_load(num_rows: int, context: float) -> StepLoad:
 
 
 class StepCost(Protocol):
-    """The time between two steps of an engine that always has work."""
+    """The time between two steps of an engine that always has work; and what an idle one needs to take a request in
+    before its first step."""
+
+    @property
+    def request(self) -> float: ...
 
     def seconds(self, load: StepLoad) -> float: ...
 
@@ -82,10 +86,12 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCost:
-    """Seconds of host work per step. With overlap it hides behind the device unless it is longer."""
+    """Seconds of host work per step. With overlap it hides behind the device unless it is longer; so does taking
+    requests in, but for those that come to an idle engine."""
 
     step: float = 1e-3
     row: float = 1.5e-5
+    request: float = 0.0
     overlap: bool = True
 
     def combined(self, device_s: float, num_rows: int) -> float:
@@ -126,6 +132,10 @@ class RooflineCost:
     device: Device
     parallel: Parallel = dataclasses.field(default_factory=Parallel)
     host: HostCost = dataclasses.field(default_factory=HostCost)
+
+    @property
+    def request(self) -> float:
+        return self.host.request
 
     def seconds(self, load: StepLoad) -> float:
         return self.host.combined(sum(self.parts(load).values()), load.num_rows)
@@ -234,6 +244,7 @@ class MeasuredCost:
     pair               seconds per (query, context) pair of attention
     sample             seconds per sampled position
     row                seconds per row
+    request            seconds to take a request in
     machine            where and when, for people
     """
 
@@ -243,6 +254,7 @@ class MeasuredCost:
     pair: float = 0.0
     sample: float = 0.0
     row: float = 0.0
+    request: float = 0.0
     machine: str = ""
 
     def __post_init__(self) -> None:

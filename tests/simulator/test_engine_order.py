@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable
 from typing import Any
@@ -62,9 +63,9 @@ class TimedRunner:
 
 
 def run_engine(
-    shape: CacheGeometry, conversations: Iterable[Conversation], clients: int, *, overlap: bool
+    shape: CacheGeometry, conversations: Iterable[Conversation], clients: int, *, overlap: bool, request: float = 0.0
 ) -> dict[str, Any]:
-    """Serve conversations by a real engine over a TimedRunner."""
+    """Serve conversations by a real engine over a TimedRunner; it takes `request` seconds to take one in."""
     runner = TimedRunner(shape)
     model = ModelInfo(
         name="timed", tokenizer_path="", vocab_size=VOCAB, max_model_len=1024, eos_token_ids=[], max_num_rows=8,
@@ -76,13 +77,15 @@ def run_engine(
     live: dict[str, Any] = {}
     ttft, latency, tie = [], [], len(waiting)
     while waiting or live:
+        now = runner.now
         while waiting and waiting[0][0] <= runner.now and not (clients and len(live) >= clients):
             due, _, conversation, turn, history = heapq.heappop(waiting)
             prompt = np.concatenate([history, *(part.tokens() for part in conversation.turns[turn].new)])
             params = SamplingParams(max_tokens=conversation.turns[turn].num_output, ignore_eos=True)
             tie += 1
             engine.handle(AddRequest(request_id=str(tie), prompt=prompt.tolist(), params=params))
-            live[str(tie)] = [runner.now if clients else due, conversation, turn, prompt, 0]
+            runner.now += request
+            live[str(tie)] = [now if clients else due, conversation, turn, prompt, 0]
         if not engine.has_work:
             runner.now = waiting[0][0]
             continue
@@ -134,17 +137,14 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_pages", [60, 400])
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_the_simulator_takes_the_steps_of_the_engine(name: str, num_pages: int, overlap: bool):
+def agree(name: str, num_pages: int, cost: MeasuredCost, *, overlap: bool) -> None:
     make, clients = WORKLOADS[name]
     shape = geometry(num_pages)
     for seed in range(2):
-        real = run_engine(shape, make(seed), clients, overlap=overlap)
+        real = run_engine(shape, make(seed), clients, overlap=overlap, request=cost.request)
         fleet = FleetSimulator(
             FleetOptions(
-                num_replicas=1, geometry=shape, cost=COST, max_in_flight=clients, overlap=overlap, may_leap=False
+                num_replicas=1, geometry=shape, cost=cost, max_in_flight=clients, overlap=overlap, may_leap=False
             ),
             make_policy("round_robin"),
         )
@@ -155,3 +155,15 @@ def test_the_simulator_takes_the_steps_of_the_engine(name: str, num_pages: int, 
         assert said.seconds == pytest.approx(real["seconds"], rel=1e-9)
         assert said.ttft.mean == pytest.approx(real["ttft"], rel=1e-9)
         assert said.latency.mean == pytest.approx(real["latency"], rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_pages", [60, 400])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_simulator_takes_the_steps_of_the_engine(name: str, num_pages: int, overlap: bool):
+    agree(name, num_pages, COST, overlap=overlap)
+
+
+@pytest.mark.parametrize("name", ["all at once", "a closed loop", "shared prefix"])
+def test_an_idle_engine_takes_its_time_to_take_requests_in(name: str):
+    agree(name, 400, dataclasses.replace(COST, request=5e-4), overlap=True)
