@@ -14,7 +14,7 @@ import collections
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,19 @@ def forward_shapes(
     pages_per_row: int = 64,
     page_size: int = 64,
     num_pages: int = 4097,
+    form: str = "",
     **options: Any,
 ) -> tuple[StepPrograms, MeshShape]:
-    """All programs with steps of `num_tokens` tokens for each rank, with abstract weights; sizes are per rank."""
+    """All programs with steps of `num_tokens` tokens for each rank, with abstract weights; sizes are per rank.
+
+    form: of the layers' matrices and experts (pallas_kernels/matmul/quantized.py); "": not quantised."""
     shape = resolve_shape(parse_mesh(mesh_text), config.moe.num_experts if config.moe else 0)
     mesh = make_mesh(shape, devices)
     wanted = {"dtype": "bfloat16", "page_size": page_size, "page_dtype": "bfloat16", "attention": "xla"} | options
     runtime = RuntimeOptions(**wanted, mesh=shape, max_model_len=pages_per_row * page_size)
-    model = Decoder(shard_config(config, shape), runtime, ShardedParameters(config, mesh, runtime.dtype, None))
+    model = Decoder(
+        shard_config(config, shape), runtime, ShardedParameters(config, mesh, runtime.dtype, None, form=form)
+    )
     shapes = StepShapes(
         max_num_rows=rows, pages_per_row=pages_per_row, page_size=page_size, num_pages=num_pages,
         vocab_size=config.vocab_size, token_buckets=(num_tokens,), sample_buckets=(rows,),
@@ -106,6 +111,22 @@ def forward_shapes(
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
     """kind -> (how many, bytes of their results on one device), from a compiled program's text."""
     found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for kind, results in _collective_results(hlo):
+        found[kind][0] += 1
+        found[kind][1] += sum(_BYTES[dtype] * num_values(dims) for dtype, dims in results)
+    return {kind: (count, size) for kind, (count, size) in found.items()}
+
+
+def gathered_shapes(hlo: str) -> dict[str, int]:
+    """Shape of an all-gather's result, as "bf16[2048,7168]" -> how many there are."""
+    names = (
+        f"{dtype}[{dims}]" for kind, found in _collective_results(hlo) if kind == "all-gather" for dtype, dims in found
+    )
+    return dict(collections.Counter(names))
+
+
+def _collective_results(hlo: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(kind, [(dtype, sizes) of its results]) of each collective."""
     for line in hlo.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", line)
         if match is None:
@@ -113,11 +134,17 @@ def collectives(hlo: str) -> dict[str, tuple[int, int]]:
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         if "-start(" in line and len(shapes) > 1:
             shapes = shapes[len(shapes) // 2 :]  # operands first, then results
-        found[match[2]][0] += 1
-        found[match[2]][1] += sum(
-            _BYTES[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in shapes if kind in _BYTES
-        )
-    return {kind: (count, size) for kind, (count, size) in found.items()}
+        yield match[2], [(dtype, dims) for dtype, dims in shapes if dtype in _BYTES]
+
+
+def num_values(sizes: str) -> int:
+    """Of an array whose sizes are written "2048,7168"."""
+    return math.prod(int(size) for size in sizes.split(",") if size)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of the arrays (or their structs) in `tree`."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _case(name: str, devices: Sequence[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
@@ -143,12 +170,8 @@ def qwen3_235b(devices: Sequence[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
 
 def report(program: Program, *, compiles: bool) -> None:
     gib = 2**30
-
-    def size(tree: Any) -> float:
-        leaves = jax.tree.leaves(tree)
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / gib
-
-    print(f"per device, GiB: weights {size(program.arguments[0]):.2f}, pages {size(program.arguments[1]):.2f}")
+    weights, pages = (bytes_per_device(part) / gib for part in program.arguments[:2])
+    print(f"per device, GiB: weights {weights:.2f}, pages {pages:.2f}")
     if not compiles:
         return
     compiled = program.lower().compile()
@@ -167,13 +190,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--dispatch", default="gather")
+    parser.add_argument("--form", default="", help="fp8_32, q4_1, ...: layers' weights in such blocks")
     parser.add_argument("--compile", action="store_true", help="minutes for tens of layers")
     options = parser.parse_args()
     devices = jax.devices()
     config = read_config(MODELS[options.model], options.layers)
     print(f"{options.model}, {config.num_layers} layers, {options.mesh}, {options.tokens} tokens for each rank")
     program = forward_program(
-        config, options.mesh, devices, num_tokens=options.tokens, expert_dispatch=options.dispatch
+        config, options.mesh, devices, num_tokens=options.tokens, expert_dispatch=options.dispatch, form=options.form
     )
     report(program, compiles=options.compile)
 

@@ -51,6 +51,8 @@ ENGINE_HELP = {
     "kv_events": "Tell routers which prefixes are cached.",
     "warmup": "Compile and run every program before the first request.",
     "compile_cache_dir": "Folder of compiled programs. Default: in the cache folder.",
+    "expert_replicas": "File: which experts are on which devices, hot ones on several (docs/sharding.md).",
+    "expert_load": "File that gets how many tokens chose each expert, when the engine is closed.",
     "expert_dispatch": f"How tokens reach experts on other devices: {', '.join(EXPERT_DISPATCHES)}.",
     "num_hosts": "Processes on different machines that are one engine.",
     "host_id": "Number of this one; host 0 serves HTTP.",

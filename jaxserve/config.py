@@ -59,6 +59,9 @@ class EngineConfig:
     num_hosts, host_id, coordinator   processes that are one engine, this one's number, and HOST:PORT of host 0, whose
                        next port is used as well; all need the same options
     compare_hosts      for debugging: all hosts check that they compute the same steps
+    expert_replicas    file that says which experts are on which devices, hot ones on several
+                       (sharding/expert_slots.py); "": each on one
+    expert_load        file that gets, when the engine is closed, how many tokens chose each expert; "": none
     expert_dispatch    how tokens reach experts on other devices: "gather", "all_to_all", or by tokens per step
     """
 
@@ -91,6 +94,8 @@ class EngineConfig:
     compile_cache_dir: str | None = None
     mesh: str = ""
     expert_dispatch: str = "auto"
+    expert_replicas: str = ""
+    expert_load: str = ""
     num_hosts: int = 1
     host_id: int = 0
     coordinator: str = ""

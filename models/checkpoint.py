@@ -200,10 +200,10 @@ class CheckpointParameters:
         parts = [self._quantized_part(*tensor, columns, method) for tensor in tensors]
         if all(part is None for part in parts):
             return self._dense(tensors)
-        stored = joined([self._dense([at]) if part is None else part for at, part in zip(tensors, parts)])
+        stored = joined([self._dense([at]) if part is None else part for at, part in zip(tensors, parts)], self.place)
         if self.weights != "both":
             return stored
-        return DoubleWeight(stored, on_device(self._expanded(stored)))
+        return DoubleWeight(stored, self.place(self._expanded(stored)))
 
     def _expanded(self, stored: QuantizedWeight | JoinedWeight) -> np.ndarray:
         """The values of quantised parts, one below the other, rounded once to the compute dtype."""
@@ -211,7 +211,8 @@ class CheckpointParameters:
         parts = stored.parts if isinstance(stored, JoinedWeight) else (stored,)
         start = 0
         for part in parts:
-            values = part if isinstance(part, jax.Array) else dequantize_numpy(np.asarray(part.codes), part.kind)
+            is_stored = isinstance(part, QuantizedWeight)
+            values = dequantize_numpy(np.asarray(part.codes), part.kind) if is_stored else part
             whole[start : start + part.shape[0]] = values
             start += part.shape[0]
         return whole
@@ -240,15 +241,41 @@ class CheckpointParameters:
             if made is None:
                 return None
             kind, codes = made
-        return QuantizedWeight(jnp.asarray(codes), kind, (rows, columns), self.expanded)
+        return QuantizedWeight(self.place(codes), kind, (rows, columns), self.expanded)
 
     def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
         return self.place(self._read(slot, file_name(self.names, slot), "weight", DTYPES["float32"]))
 
     def stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
-        if self.quantization and ".experts." in slots[0]:
-            return self._quantized_stack(slots, rows, columns, count)
+        if ".experts." in slots[0]:
+            stored = self._stored_stack(slots, rows, columns, count) if self.weights == "stored" else None
+            if stored is not None:
+                return stored
+            if self.quantization:
+                return self._quantized_stack(slots, rows, columns, count)
         return self._read_stack(slots, "weight", rows, aligned_empty((count, sum(rows), columns), self.dtype))
+
+    def _stored_stack(
+        self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int
+    ) -> QuantizedWeight | None:
+        """Experts in the blocks that the file stores them in, one tensor for each; None unless all have one form."""
+        if not _is_split(self.names, slots[0]):
+            return None
+        form, stack = "", np.zeros(0, np.uint8)
+        for expert in range(count):
+            tensors = [f"{name}.weight" for _, name, _ in _tensors(self.names, slots, rows, expert)]
+            parts = [part for tensor in tensors if (part := self.file.stored(tensor)) is not None]
+            if len(parts) < len(tensors) or any(kind != (form or parts[0][0]) for kind, _ in parts):
+                return None
+            if self.check_weights:
+                for tensor in tensors:
+                    self._check(tensor, self.file.read(tensor, DTYPES["float32"]))
+            if not form:
+                form = parts[0][0]
+                stack = aligned_empty((count, sum(rows), parts[0][1].shape[1]), stack.dtype)
+            stack[expert] = np.concatenate([codes for _, codes in parts])
+        self._count(count * sum(rows) * columns)
+        return QuantizedWeight(self.place(stack), form, (sum(rows), columns), self.expanded)
 
     def _quantized_stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
         """Experts quantised one matrix after the other, where the file stores them so; else the stack as it is read."""
@@ -259,7 +286,7 @@ class CheckpointParameters:
             made = quantize(whole, self.quantization)
             if made is None:
                 return self.place(whole.astype(self.dtype))
-            return QuantizedWeight(jnp.asarray(made[1]), made[0], shape, self.expanded)
+            return QuantizedWeight(self.place(made[1]), made[0], shape, self.expanded)
         stack: np.ndarray | None = None
         matrix = np.empty(shape, DTYPES["float32"])
         for expert in range(count):
@@ -270,7 +297,7 @@ class CheckpointParameters:
                 stack = aligned_empty((count, *codes.shape), codes.dtype)
             stack[expert] = codes
         assert stack is not None
-        return self.place(stack) if made is None else QuantizedWeight(jnp.asarray(stack), made[0], shape, self.expanded)
+        return self.place(stack) if made is None else QuantizedWeight(self.place(stack), made[0], shape, self.expanded)
 
     def stack_bias(self, slots: Sequence[str], rows: Sequence[int], count: int) -> jax.Array:
         return self._read_stack(slots, "bias", rows, np.empty((count, sum(rows)), DTYPES["float32"]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.sharding.expert_slots import ExpertSlots
 from jaxserve.sharding.shape import ONE_DEVICE, MeshShape
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class RuntimeOptions:
     mesh            devices along each axis. With more than one a model's code runs under shard_map and its arrays,
                     also its configuration's sizes, are those of one device
     expert_dispatch   how tokens reach experts on other devices: see sharding/expert_parallel.py: DISPATCHES
+    expert_slots      (layer, where its experts and their copies lie) for layers with copies of hot experts
     max_model_len   longest prompt + output that is served; None: what the model can do (only longrope asks)
     """
 
@@ -73,6 +75,7 @@ class RuntimeOptions:
     max_model_len: int | None = None
     mesh: MeshShape = ONE_DEVICE
     expert_dispatch: str = "gather"
+    expert_slots: tuple[tuple[int, ExpertSlots], ...] = ()
 
 
 class Model(Protocol):

@@ -72,15 +72,12 @@ def load_model(
                      blocks for products of few rows, an expanded copy for many
     quantization     one of quantization.ONLINE: quantise matrices while they are read; "": do not. Matrices that stay
                      in the file's blocks are left alone
-    mesh             the one that options.mesh describes: weights are dense then, and the model is to be called under
-                     shard_map
+    mesh             the one that options.mesh describes: the model is to be called under shard_map then
 
     A decoder whose task is "embed" has no head of its own.
 
     Raises ValueError listing the tensors that are missing, left over or of the wrong shape, with their file.
     """
-    if mesh is not None and (weights != "dense" or quantization):
-        raise ValueError(f"quantization: got {quantization or weights!r} on a mesh; allowed there: none, dense weights")
     reader = open_parameters(
         source,
         config,
@@ -95,7 +92,8 @@ def load_model(
         return _build(config, options, reader)
     if isinstance(config, EncoderConfig):
         raise ValueError("mesh: got one for an encoder; allowed: one device")
-    return Decoder(shard_config(config, options.mesh), options, ShardedParameters(config, mesh, options.dtype, reader))
+    params = ShardedParameters(config, mesh, options.dtype, reader, slots=dict(options.expert_slots))
+    return Decoder(shard_config(config, options.mesh), options, params)
 
 
 def open_parameters(
@@ -123,7 +121,7 @@ def open_parameters(
             file = with_prefix(file)
         if names.adapt is not None:
             file = names.adapt(file, config)
-    whole = dataclasses.replace(options, mesh=ONE_DEVICE)
+    whole = dataclasses.replace(options, mesh=ONE_DEVICE, expert_slots=())
     needed = check_tensors(config, names, file, lambda params: _build(config, whole, params))
     return CheckpointParameters(
         config,

@@ -18,13 +18,13 @@ from jax import lax
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.layers import FeedForward, Linear, activate
-from jaxserve.models.parameters import Parameters, WeightValue
+from jaxserve.models.parameters import Parameters, WeightValue, layer_number
 from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
 from jaxserve.pallas_kernels.matmul.api import linear_xla
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.sharding.collectives import sum_over_tensor
-from jaxserve.sharding.expert_parallel import choose_dispatch, exchange_tokens, gather_tokens
+from jaxserve.sharding.expert_parallel import choose_copies, choose_dispatch, exchange_tokens, gather_tokens
 
 _SWIGLU_ALPHA = 1.702  # gpt-oss
 
@@ -152,7 +152,8 @@ class MoE(nnx.Module):
         self.correction = (
             nnx.Param(params.vector(f"{prefix}.router_correction", total)) if moe.has_correction_bias else None
         )
-        self.num_local = count = total // options.mesh.expert
+        self.slots = dict(options.expert_slots).get(layer_number(prefix))
+        self.num_local = count = total // options.mesh.expert if self.slots is None else self.slots.per_device
         gate_up, down = (f"{prefix}.experts.gate", f"{prefix}.experts.up"), (f"{prefix}.experts.down",)
         has_bias = moe.has_expert_bias
         self.gate_up = nnx.Param(params.stack(gate_up, (size, size), hidden, count))
@@ -206,6 +207,8 @@ class MoE(nnx.Module):
             # How many of this rank's tokens chose each expert; whoever runs the model may read it (expert_counts).
             chosen = jnp.zeros(self.moe.num_experts, jnp.int32).at[ids.reshape(-1)].add(1, mode="drop")
             self.load = nnx.Intermediate(chosen)
+        if self.slots is not None:
+            ids = choose_copies(ids, self.slots)
         out = self.compute_local(x, ids, weights) if mesh.expert == 1 else self._dispatch(x, ids, weights)
         if self.shared is not None:
             out = out + self.compute_shared(x)
@@ -213,7 +216,8 @@ class MoE(nnx.Module):
         return sum_over_tensor(out, mesh)
 
     def compute_local(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        """x [M, H], ids and weights [M, k] -> [M, H] float32: what the experts of this device add to each token."""
+        """x [M, H], ids and weights [M, k] -> [M, H] float32: what the experts of this device add to each token. ids
+        number experts, or slots where experts have copies."""
         count, num_chosen, mesh = self.num_local, self.moe.num_experts_per_token, self.options.mesh
         first = lax.axis_index("expert") * count if mesh.expert > 1 else 0
         order, group_sizes = sort_by_expert(ids, count, first)
@@ -232,8 +236,11 @@ class MoE(nnx.Module):
     def _dispatch(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """x [T, H], ids and weights [T, k] of this rank -> [T, H] float32, over the devices that share the experts."""
         moe, mesh, stack = self.moe, self.options.mesh, self.gate_up.get_value()
+        # What the product would round anyway: fewer bytes travel. The CPU kernels take float32 beside blocks.
         if not isinstance(stack, QuantizedWeight):
-            x = x.astype(stack.dtype)  # the product would round it anyway; fewer bytes travel
+            x = x.astype(stack.dtype)
+        elif self.options.matmul in ("xla", "mosaic"):
+            x = x.astype(stack.expanded)
         scheme = self.options.expert_dispatch
         if scheme == "auto":
             scheme = choose_dispatch(
@@ -247,7 +254,7 @@ class MoE(nnx.Module):
         if scheme == "gather":
             return gather_tokens(x, ids, weights, self.compute_local)
         return exchange_tokens(
-            x, ids, weights, self.compute_local, num_devices=mesh.expert, num_experts=moe.num_experts
+            x, ids, weights, self.compute_local, num_devices=mesh.expert, num_experts=self.num_local * mesh.expert
         )
 
     def compute_shared(self, x: jax.Array) -> jax.Array:

@@ -15,6 +15,11 @@ from jaxserve.pallas_kernels.matmul.quantized import AnyWeight
 WeightValue = AnyWeight
 
 
+def layer_number(slot: str) -> int:
+    """3 of "layers.3.q"."""
+    return int(slot.split(".")[1])
+
+
 class Parameters(Protocol):
     """The arrays of one model. Parts are joined along the rows, in the order given."""
 

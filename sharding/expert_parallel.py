@@ -28,7 +28,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxserve.sharding.expert_slots import ExpertSlots
 
 AXIS = "expert"
 DISPATCHES = ("auto", "gather", "all_to_all")
@@ -70,6 +72,16 @@ def choose_dispatch(
     }  # fmt: skip
     saved = sum(received_bytes("gather", **sizes)) - sum(received_bytes("all_to_all", **sizes))
     return "all_to_all" if saved / LINK_BYTES > EXTRA_CALLS * CALL_SECONDS else "gather"
+
+
+def choose_copies(ids: jax.Array, slots: ExpertSlots) -> jax.Array:
+    """Experts [T, k] -> slots [T, k]: token t of a rank takes copy (t + number of the rank) mod copies of each of its
+    experts. Ids past the end (padding) become slots past the end."""
+    places, counts = slots.copies()
+    places = jnp.asarray(np.pad(places, ((0, 1), (0, 0)), constant_values=slots.num_slots))
+    counts = jnp.asarray(np.pad(counts, (0, 1), constant_values=1))
+    turn = jnp.arange(ids.shape[0], dtype=jnp.int32) + lax.axis_index(AXIS)
+    return places[ids, turn[:, None] % counts[ids]]
 
 
 def gather_tokens(x: jax.Array, ids: jax.Array, weights: jax.Array, compute: Compute) -> jax.Array:

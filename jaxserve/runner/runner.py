@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.contract import Model, RuntimeOptions
-from jaxserve.models.tensor_parallel import check_mesh, local_vocab_size
+from jaxserve.models.tensor_parallel import local_vocab_size
 from jaxserve.pallas_kernels.backend import (
     check_attention_shape,
     cpu_tiles_available,
@@ -31,6 +32,7 @@ from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
 from jaxserve.runner.host_link import HostLink, address_of
+from jaxserve.runner.placement import place_on_mesh, write_expert_load
 from jaxserve.runner.planned_step import PlannedSamples, PlannedStep
 from jaxserve.runner.sharded_device import ShardedHandle, ShardedState, ShardedStepRunner
 from jaxserve.runner.sharded_step import ShardedPrograms
@@ -46,7 +48,7 @@ from jaxserve.scheduler.decision import (
     StepDecision,
     StepResult,
 )
-from jaxserve.sharding.mesh import join_hosts, make_mesh
+from jaxserve.sharding.mesh import join_hosts
 
 if TYPE_CHECKING:
     from jaxserve.hub import ModelSource
@@ -95,9 +97,7 @@ class ModelRunner:
         self._link = _join_hosts(config)
         options = resolve_options(config, jax.devices()[0].platform, model_config)
         options, mesh = place_on_mesh(config, model_config, options)
-        weights = "dense"
-        if mesh is None:
-            weights = resolve_weights(config, options, source, memory.free_bytes(jax.devices()[0]))
+        weights = resolve_weights(config, options, source, memory.free_bytes(jax.local_devices()[0]))
         model = load_model(
             source,
             model_config,
@@ -148,6 +148,7 @@ class ModelRunner:
         self.options = options
         self.dtype = options.dtype
         self._compares_hosts = config.compare_hosts
+        self._load_file = config.expert_load
         self._guard = CompileGuard()
         enable_compile_cache(config.compile_cache_dir)
         requested = config.max_model_len or options.max_model_len
@@ -264,6 +265,8 @@ class ModelRunner:
         if self._link is not None:
             self._link.close()
         jax.block_until_ready(self._steps.state.last_token)
+        if self._load_file and (load := self.expert_load()) is not None:
+            write_expert_load(Path(self._load_file), self.model_config, load)
         del self._steps
 
 
@@ -324,9 +327,10 @@ def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: Model
     """EngineConfig.weights, "auto" resolved for this model, these backends and this much free memory."""
     if config.weights != "auto":
         return config.weights
-    if options.matmul in ("cpu_ffi", "cpu_tiles") and options.dtype == "bfloat16" and cpu_tiles_available()[0]:
+    is_one_device = options.dtype == "bfloat16" and options.mesh.num_devices == 1
+    if is_one_device and options.matmul in ("cpu_ffi", "cpu_tiles") and cpu_tiles_available()[0]:
         return "stored"  # expanding in the cache costs less than reading a copy, for any number of rows
-    if options.matmul == "cpu_ffi" and options.dtype == "bfloat16":
+    if is_one_device and options.matmul == "cpu_ffi":
         # Blocks of four bits and a copy of sixteen are at most five times what the file has.
         return "both" if _EXPANDED_PER_FILE * _file_bytes(source) < free_bytes * _MAX_WEIGHT_SHARE else "stored"
     if options.dtype == "float32" and config.quantization == "none":
@@ -356,18 +360,6 @@ def page_arrays(model: Model, options: RuntimeOptions, num_pages: int) -> tuple[
         jax.ShapeDtypeStruct(page_array_shape(spec, num_pages, options.page_size, options.attention), dtype)
         for spec in model.attention_specs
     )
-
-
-def place_on_mesh(
-    config: EngineConfig, model_config: ModelConfig, options: RuntimeOptions
-) -> tuple[RuntimeOptions, Mesh | None]:
-    """The mesh of this configuration (None: one device), and the options that go with it. Raises ValueError for one
-    that the model or the devices cannot be split over."""
-    shape = config.mesh_shape(0 if model_config.moe is None else model_config.moe.num_experts)
-    if shape.num_devices == 1:
-        return options, None
-    check_mesh(model_config, shape)
-    return dataclasses.replace(options, mesh=shape), make_mesh(shape)
 
 
 def make_programs(

@@ -15,12 +15,14 @@ Codes of 4 bits lie as in GGUF: 16 bytes, their low halves are values 0 to 15 of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 BLOCK = 32  # values that share a scale
 _ROW_TAIL = 4  # bytes of the one scale of a row in the forms without blocks
@@ -36,7 +38,8 @@ EXPANDED = ("bfloat16", "float32")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [out, in] as `codes` uint8 [out, bytes per row]; the rest is static.
+    """A weight [out, in] as `codes` uint8 [out, bytes per row]; the rest is static. Split over a mesh, codes is the
+    global array and shape that of one device's part, as a function under shard_map sees it.
 
     expanded   what it is expanded to where a product cannot take it as it is: "bfloat16" or "float32"
 
@@ -54,12 +57,18 @@ class QuantizedWeight:
             raise ValueError(f"expanded: got {self.expanded!r}; allowed: {', '.join(EXPANDED)}")
         # Transformations put other things than arrays in here.
         if hasattr(self.codes, "shape") and hasattr(self.codes, "dtype"):
-            expected = (self.shape[0], row)
-            if self.codes.shape[-2:] != expected or self.codes.dtype != jnp.uint8:
+            expected, found = (self.shape[0], row), _shape_on_device(self.codes)
+            if found[-2:] != expected or self.codes.dtype != jnp.uint8:
                 raise ValueError(
-                    f"codes: got {self.codes.dtype} {self.codes.shape}; allowed for {self.kind} "
-                    f"{self.shape}: uint8 {expected}"
+                    f"codes: got {self.codes.dtype} {found}; allowed for {self.kind} {self.shape}: uint8 {expected}"
                 )
+
+
+def _shape_on_device(array: jax.Array) -> tuple[int, ...]:
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.shard_shape(array.shape)
+    return array.shape
 
 
 @jax.tree_util.register_dataclass
@@ -168,13 +177,15 @@ def _signed(codes: jax.Array, kind: str) -> jax.Array:
 FP8_SCALE = 256.0  # a float8_e4m3fn whose bits are read as those of a float16 is so much too small
 
 
-def joined(parts: Sequence[QuantizedWeight | jax.Array]) -> QuantizedWeight | JoinedWeight:
-    """Weights that share their input as one: one array where their forms agree."""
+def joined(
+    parts: Sequence[QuantizedWeight | jax.Array], place: Callable[[np.ndarray], Any] = jnp.asarray
+) -> QuantizedWeight | JoinedWeight:
+    """Weights that share their input as one: one array, put by `place`, where their forms agree."""
     first = parts[0]
     if all(isinstance(part, QuantizedWeight) and part.kind == first.kind for part in parts):
         rows = sum(part.shape[0] for part in parts)
         codes = np.concatenate([np.asarray(part.codes) for part in parts]) if len(parts) > 1 else first.codes
-        return dataclasses.replace(first, codes=jnp.asarray(codes), shape=(rows, first.shape[1]))
+        return dataclasses.replace(first, codes=place(codes), shape=(rows, first.shape[1]))
     return JoinedWeight(tuple(parts))
 
 

@@ -16,7 +16,8 @@ from tiny_weights import checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.hub import ModelSource
 from jaxserve.request import Request
-from jaxserve.runner.runner import ModelRunner, place_on_mesh, resolve_options
+from jaxserve.runner.placement import place_on_mesh
+from jaxserve.runner.runner import ModelRunner, resolve_options
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import RankedDecision, RankedResult
 from jaxserve.scheduler.dp_balance import make_scheduler
@@ -25,23 +26,38 @@ _NUMBERS = itertools.count()  # a runner tells requests apart by their numbers
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def build(name: str, mesh: str, **changes: Any) -> ModelRunner:
+def build(name: str, mesh: str, *, source: ModelSource | None = None, **changes: Any) -> ModelRunner:
     """A runner of 4 rows and 32 tokens a step for each rank. Programs are compiled when they are first needed, and for
-    one or two sizes only: the tests that want more sizes are those of one device."""
+    one or two sizes only: the tests that want more sizes are those of one device. source: a model that is no fixture.
+    """
     wanted = {
         "dtype": "float32", "max_num_rows": 4, "max_step_tokens": 32, "num_pages": 64, "page_size": 8,
         "attention_backend": "reference", "matmul_backend": "xla", "compile_cache_dir": "", "warmup": False,
+        "weights": "dense",
     }  # fmt: skip
     config = EngineConfig(model=name, mesh=mesh, **(wanted | changes))
-    source = ModelSource(name, "safetensors", checkpoint(TINY / name))
+    source = source or ModelSource(name, "safetensors", checkpoint(TINY / name))
     model_config = load_config(source)
     options, devices = place_on_mesh(config, model_config, resolve_options(config, "cpu", model_config))
-    model = load_model(source, model_config, options, mesh=devices)
+    model = load_model(
+        source,
+        model_config,
+        options,
+        weights=config.weights,
+        quantization="" if config.quantization == "none" else config.quantization,
+        mesh=devices,
+    )
     with (
         mock.patch("jaxserve.runner.runner.token_ladder", lambda most: (8, most) if config.warmup else (most,)),
         mock.patch("jaxserve.runner.runner.sample_ladder", lambda rows, most: (rows + min(most, 8),)),
     ):
         return ModelRunner.from_model(config, model, options, mesh=devices, model_config=model_config)
+
+
+@functools.cache
+def warm_runner(name: str, mesh: str) -> ModelRunner:
+    """One with all its programs, for several tests."""
+    return build(name, mesh, warmup=True, max_step_tokens=16)
 
 
 @functools.cache

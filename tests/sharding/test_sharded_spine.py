@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
-from mesh_runner import build, reference, serve
+from mesh_runner import build, reference, serve, warm_runner
 
 from jaxserve.request import Request
 from jaxserve.runner.runner import ModelRunner
@@ -25,9 +23,8 @@ OPTIONS = [
 ]
 
 
-@functools.cache
 def runner_of(mesh: str) -> ModelRunner:
-    return build("llama", mesh, warmup=True, max_step_tokens=16)
+    return warm_runner("llama", mesh)
 
 
 def prompts(count: int) -> list[np.ndarray]:
