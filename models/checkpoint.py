@@ -178,6 +178,8 @@ class CheckpointParameters:
         place: Callable[[np.ndarray], Any] = on_device,
     ) -> None:
         self.place = place
+        # Codes may be a view of the file, which on_device must not take over.
+        self.place_codes = jnp.asarray if place is on_device else place
         self.config, self.names, self.file = config, names, file
         self.dtype = DTYPES[options.dtype]
         self.expanded = options.dtype
@@ -200,7 +202,9 @@ class CheckpointParameters:
         parts = [self._quantized_part(*tensor, columns, method) for tensor in tensors]
         if all(part is None for part in parts):
             return self._dense(tensors)
-        stored = joined([self._dense([at]) if part is None else part for at, part in zip(tensors, parts)], self.place)
+        stored = joined(
+            [self._dense([at]) if part is None else part for at, part in zip(tensors, parts)], self.place_codes
+        )
         if self.weights != "both":
             return stored
         return DoubleWeight(stored, self.place(self._expanded(stored)))
@@ -241,7 +245,7 @@ class CheckpointParameters:
             if made is None:
                 return None
             kind, codes = made
-        return QuantizedWeight(self.place(codes), kind, (rows, columns), self.expanded)
+        return QuantizedWeight(self.place_codes(codes), kind, (rows, columns), self.expanded)
 
     def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
         return self.place(self._read(slot, file_name(self.names, slot), "weight", DTYPES["float32"]))
@@ -275,7 +279,7 @@ class CheckpointParameters:
                 stack = aligned_empty((count, sum(rows), parts[0][1].shape[1]), stack.dtype)
             stack[expert] = np.concatenate([codes for _, codes in parts])
         self._count(count * sum(rows) * columns)
-        return QuantizedWeight(self.place(stack), form, (sum(rows), columns), self.expanded)
+        return QuantizedWeight(self.place_codes(stack), form, (sum(rows), columns), self.expanded)
 
     def _quantized_stack(self, slots: Sequence[str], rows: Sequence[int], columns: int, count: int) -> WeightValue:
         """Experts quantised one matrix after the other, where the file stores them so; else the stack as it is read."""
@@ -286,7 +290,7 @@ class CheckpointParameters:
             made = quantize(whole, self.quantization)
             if made is None:
                 return self.place(whole.astype(self.dtype))
-            return QuantizedWeight(self.place(made[1]), made[0], shape, self.expanded)
+            return QuantizedWeight(self.place_codes(made[1]), made[0], shape, self.expanded)
         stack: np.ndarray | None = None
         matrix = np.empty(shape, DTYPES["float32"])
         for expert in range(count):
@@ -297,7 +301,11 @@ class CheckpointParameters:
                 stack = aligned_empty((count, *codes.shape), codes.dtype)
             stack[expert] = codes
         assert stack is not None
-        return self.place(stack) if made is None else QuantizedWeight(self.place(stack), made[0], shape, self.expanded)
+        return (
+            self.place(stack)
+            if made is None
+            else QuantizedWeight(self.place_codes(stack), made[0], shape, self.expanded)
+        )
 
     def stack_bias(self, slots: Sequence[str], rows: Sequence[int], count: int) -> jax.Array:
         return self._read_stack(slots, "bias", rows, np.empty((count, sum(rows)), DTYPES["float32"]))

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -55,8 +56,11 @@ def address_of(coordinator: str) -> tuple[str, int]:
 
 
 def group_digest(config: EngineConfig) -> str:
-    """Equal on hosts that may work together: all options but the host's own number and folders, and the group's key."""
-    options = dataclasses.asdict(config) | {"host_id": 0, "compile_cache_dir": None}
+    """Equal on hosts that may work together: all options but the host's own number, folders and files, what is in the
+    plan of experts' copies, and the group's key."""
+    options = dataclasses.asdict(config) | {"host_id": 0, "compile_cache_dir": None, "expert_load": ""}
+    if config.expert_replicas:
+        options["expert_replicas"] = Path(config.expert_replicas).read_text()
     text = json.dumps(options, sort_keys=True) + os.environ.get("JAXSERVE_GROUP_KEY", "")
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -327,10 +327,10 @@ def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: Model
     """EngineConfig.weights, "auto" resolved for this model, these backends and this much free memory."""
     if config.weights != "auto":
         return config.weights
-    is_one_device = options.dtype == "bfloat16" and options.mesh.num_devices == 1
-    if is_one_device and options.matmul in ("cpu_ffi", "cpu_tiles") and cpu_tiles_available()[0]:
+    is_bf16_alone = options.dtype == "bfloat16" and options.mesh.num_devices == 1
+    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_tiles") and cpu_tiles_available()[0]:
         return "stored"  # expanding in the cache costs less than reading a copy, for any number of rows
-    if is_one_device and options.matmul == "cpu_ffi":
+    if is_bf16_alone and options.matmul == "cpu_ffi":
         # Blocks of four bits and a copy of sixteen are at most five times what the file has.
         return "both" if _EXPANDED_PER_FILE * _file_bytes(source) < free_bytes * _MAX_WEIGHT_SHARE else "stored"
     if options.dtype == "float32" and config.quantization == "none":
