@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import msgspec
 import numpy as np
 
 from jaxserve.messages import ProgramPart
@@ -74,8 +75,7 @@ class Request:
         return self.status is Status.FINISHED
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """What scheduler.apply() tells of one request, in order.
 
     token_id       the new token (already appended to request.output_ids); for a prompt score: the prompt token

@@ -3,6 +3,8 @@
 scheduler.schedule() -> StepDecision -> runner.dispatch() -> handle -> runner.collect() -> StepResult
 -> scheduler.apply(decision, result). Two steps may be in flight: decision n + 1 is made before result n is known.
 
+What is made for every row of every step is a msgspec.Struct: frozen like a frozen dataclass, ten times faster to make.
+
 Where a row is under a grammar (decision.is_constrained), dispatch() starts everything but sampling, and
 runner.sample(handle, constraints) follows as soon as the tokens before are known, before the next dispatch().
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from jaxserve.sampling_params import SamplingParams
@@ -20,8 +23,7 @@ POOL_NONE, POOL_LAST, POOL_SUM = range(3)  # in RowWork.pooling
 LAST_TOKEN = -1  # in RowWork.token_ids: the token last sampled for this row, which only the device knows yet
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(msgspec.Struct, frozen=True, gc=False):
     """One request's tokens in one step.
 
     request_id  the engine's own number of the request
@@ -45,8 +47,7 @@ class RowWork:
         return len(self.token_ids)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampleWork:
+class SampleWork(msgspec.Struct, frozen=True, gc=False):
     """One row of logits to turn into one token (or one score).
 
     request_id    whose token it is; with n > 1 the children sample from their parent's last prompt token
@@ -75,8 +76,7 @@ class SampleWork:
     is_behind: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(msgspec.Struct, frozen=True, gc=False):
     """Copy page `source` to `target` in every layer before this step's forward (copy on write)."""
 
     source: int

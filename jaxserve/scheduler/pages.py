@@ -64,6 +64,10 @@ class PageKeeper:
         """Pages that it can need at most."""
         return -(-sequence.request.max_total_tokens // self.page_size)
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the next token goes into a page that is the sequence's own already."""
+        return sequence.num_computed < sequence.num_pages * self.page_size and not sequence.tail_is_shared
+
     def grow(self, sequence: Sequence, size: int, plan: StepPlan) -> bool:
         """Make the pages of the next `size` tokens the sequence's own; False (nothing changed) if there are too few."""
         start = sequence.num_computed

@@ -83,24 +83,23 @@ class StepPlan:
         prompt = sequence.request.prompt
         self._resets.append(RowReset(sequence.row, prompt, sequence.tokens[len(prompt) : sequence.num_known].copy()))
 
-    def add_row(self, sequence: Sequence, size: int) -> bool:
+    def add_decode(self, sequence: Sequence) -> None:
+        """Compute the one token that is missing, whose page the sequence has, and sample the next."""
+        start = sequence.num_computed
+        token_ids = _LAST if sequence.num_pending else sequence.tokens[start : start + 1]
+        self._decode_samples.append(self._sample(sequence, len(self._decodes)))
+        self._decodes.append(self._row(sequence, start, token_ids))
+        sequence.num_computed = start + 1
+
+    def add_chunk(self, sequence: Sequence, size: int) -> bool:
         """Compute the next `size` tokens, whose pages the sequence has; advances it.
 
         Returns whether a token is sampled at their end.
         """
-        is_decode = not sequence.is_prefilling
         start = sequence.num_computed
-        token_ids = _LAST if is_decode and sequence.num_pending else sequence.tokens[start : start + size]
-        work = RowWork(
-            sequence.request.number, sequence.row, start, token_ids, sequence.pages[: sequence.num_pages],
-            _pooling(sequence, start + size),
-        )  # fmt: skip
+        work = self._row(sequence, start, sequence.tokens[start : start + size])
         sequence.num_computed = start + size
         ends = sequence.num_computed == sequence.length and sequence.may_grow
-        if is_decode:
-            self._decodes.append(work)
-            self._decode_samples.append(self._sample(sequence, len(self._decodes) - 1))
-            return True
         if sequence.wants_scores:
             self._score(sequence, start, size)
         if sequence.num_computed == sequence.num_prompt:
@@ -129,25 +128,32 @@ class StepPlan:
             resets=tuple(self._resets),
         )
 
-    def _sample(self, sequence: Sequence, token_index: int) -> SampleWork:
+    def _row(self, sequence: Sequence, start: int, token_ids: np.ndarray) -> RowWork:
         request = sequence.request
+        pages = sequence.pages[: sequence.num_pages]
+        pooling = _pooling(sequence, start + len(token_ids)) if request.pooling else POOL_NONE
+        return RowWork(request.number, sequence.row, start, token_ids, pages, pooling)
+
+    def _sample(self, sequence: Sequence, token_index: int) -> SampleWork:
+        request, num_pending = sequence.request, sequence.num_pending
+        params = request.params
         recent: tuple[int, ...] = ()
-        if request.params.bad_word_ids:
-            assert sequence.num_pending <= 1  # a third step in flight would need two unknown tokens
+        if params.bad_word_ids:
+            assert num_pending <= 1  # a third step in flight would need two unknown tokens
             recent = tuple(request.output_ids[-MAX_BAD_WORD_TOKENS:])
-        work = SampleWork(
+        position = sequence.num_known + num_pending
+        sequence.num_pending = num_pending + 1
+        return SampleWork(
             request_id=request.number,
             row=sequence.row,
             token_index=token_index,
-            position=sequence.length,
+            position=position,
             seed=request.seed,
-            num_outputs=sequence.length - sequence.num_prompt,
-            params=request.params,
+            num_outputs=position - sequence.num_prompt,
+            params=params,
             recent_ids=recent,
-            is_behind=sequence.num_pending > 0,
+            is_behind=num_pending > 0,
         )
-        sequence.num_pending += 1
-        return work
 
     def _score(self, sequence: Sequence, start: int, size: int) -> None:
         """Ask for the score of each prompt token that follows one of this chunk and has none yet."""
@@ -180,10 +186,10 @@ def _score_work(sequence: Sequence, position: int, token: int) -> SampleWork:
 
 
 def _pooling(sequence: Sequence, end: int) -> int:
-    pooling = sequence.request.pooling
-    if pooling == "mean":
+    """What an embedding wants of the tokens before `end`."""
+    if sequence.request.pooling == "mean":
         return POOL_SUM
-    return POOL_LAST if pooling and end == sequence.num_prompt else POOL_NONE
+    return POOL_LAST if end == sequence.num_prompt else POOL_NONE
 
 
 def _at(work: SampleWork, token_index: int) -> SampleWork:

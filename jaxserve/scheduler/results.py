@@ -11,20 +11,27 @@ from jaxserve.scheduler.sequence import Sequence
 _Scores = tuple[float | None, int | None, tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
 
 
-def take_token(sequence: Sequence, work: SampleWork, result: StepResult, i: int, token: int) -> TokenEvent:
-    """The event of sample `i`; a sampled token becomes known to the sequence, a score does not change it."""
+def take_token(sequence: Sequence, result: StepResult, i: int, token: int) -> TokenEvent:
+    """The event of sample `i`, a token that becomes known to the sequence."""
     request = sequence.request
-    params = request.params
-    asked = params.prompt_logprobs if work.is_score else params.logprobs
-    scores = _scores(result, i, asked, params) if asked is not None else (None, None, (), ())
-    if work.is_score:
-        if work.position == sequence.num_prompt:
-            sequence.num_unscored_next -= 1
-        return TokenEvent(request, work.forced_token, work.position, *scores)
     sequence.append(token)
     if request.constraint is not None:
         request.constraint.advance(token)
-    return TokenEvent(request, token, 0, *scores)
+    asked = request.params.logprobs
+    if asked is None:
+        return TokenEvent(request, token)
+    return TokenEvent(request, token, 0, *_scores(result, i, asked, request.params))
+
+
+def take_score(sequence: Sequence, work: SampleWork, result: StepResult, i: int) -> TokenEvent:
+    """The event of sample `i`, the score of a token that was given."""
+    request = sequence.request
+    if work.position == sequence.num_prompt:
+        sequence.num_unscored_next -= 1
+    asked = request.params.prompt_logprobs
+    if asked is None:
+        return TokenEvent(request, work.forced_token, work.position)
+    return TokenEvent(request, work.forced_token, work.position, *_scores(result, i, asked, request.params))
 
 
 def take_forced(sequence: Sequence, token: int) -> TokenEvent:

@@ -33,7 +33,7 @@ from jaxserve.scheduler.stats import SchedulerStats, check_pages, check_rows
 MAX_CANDIDATES = 128  # waiting requests looked at in one step
 MAX_PROGRAMS = 4096  # of which the order is remembered, least recently used forgotten
 
-_key, _order = operator.attrgetter("key"), operator.attrgetter("order")
+_key, _reverse_key, _order = map(operator.attrgetter, ("key", "reverse_key", "order"))
 
 
 class Scheduler:
@@ -174,18 +174,18 @@ class Scheduler:
         max_tokens: prefill fills the step up to so many tokens only (None: up to the geometry's bound).
         """
         plan = StepPlan(self.geometry, max_tokens)
-        decoding = [s for s in self._running if not s.is_prefilling and s.may_grow]
+        num_decoding = sum([s.is_decoding for s in self._running])
         may_prefill = True
-        if self.deterministic and decoding:
+        if self.deterministic and num_decoding:
             # Prefill and decode are different programs there and take turns.
             may_prefill = not self._prefilled_last
         if may_prefill:
-            plan.reserve(len(decoding) if not self.deterministic else 0)
+            plan.reserve(num_decoding if not self.deterministic else 0)
             self._plan_running(plan, decode=not self.deterministic)
             self._admit(plan)
         if self.deterministic and plan.is_empty:
             plan = StepPlan(self.geometry, max_tokens)
-            plan.reserve(len(decoding))
+            plan.reserve(num_decoding)
             self._plan_running(plan, prefill=False)
         self._prefilled_last = plan.num_prefill_rows > 0
         if plan.is_empty:
@@ -197,18 +197,18 @@ class Scheduler:
     def apply(self, decision: StepDecision, result: StepResult) -> list[TokenEvent]:
         """Take the tokens of a collected step, in order of dispatch. Ends the requests that stop."""
         events: list[TokenEvent] = []
-        tokens = result.token_ids.tolist()
-        for i, work in enumerate(decision.samples):
-            sequence = self._sequences.get(work.request_id)
+        find = self._sequences.get
+        for i, (work, token) in enumerate(zip(decision.samples, result.token_ids.tolist())):
+            sequence = find(work.request_id)
             if sequence is None:
                 continue
-            if not work.is_score and work.position < sequence.num_known:
-                continue  # a forced token, taken by extend() before it was computed
-            events.append(results.take_token(sequence, work, result, i, tokens[i]))
-            if not work.is_score:
-                self._end_at(sequence, tokens[i])
-            elif work.position == sequence.num_prompt and not sequence.num_unscored_next:
-                self._end(sequence, FINISH_LENGTH, None)
+            if work.is_score:
+                events.append(results.take_score(sequence, work, result, i))
+                if work.position == sequence.num_prompt and not sequence.num_unscored_next:
+                    self._end(sequence, FINISH_LENGTH, None)
+            elif work.position >= sequence.num_known:  # else a forced token, taken by extend() before it was computed
+                events.append(results.take_token(sequence, result, i, token))
+                self._end_at(sequence, token)
         return events
 
     def find(self, number: int) -> Request | None:
@@ -280,19 +280,21 @@ class Scheduler:
     # ------------------------------------------------------------------ running requests
 
     def _plan_running(self, plan: StepPlan, *, decode: bool = True, prefill: bool = True) -> None:
-        for sequence in list(self._running):
+        for sequence in self._running[:]:
             if sequence.row < 0:
                 continue  # preempted by an older one in this very step
-            if sequence.is_prefilling:
-                size = plan.chunk_for(sequence) if prefill else 0
-            else:
-                size = 1 if decode and sequence.may_grow else 0
-            if size:
-                size = self._fit(sequence, size, plan)
-            if size:
-                self._compute(sequence, size, plan)
-            elif not sequence.is_prefilling and decode and sequence.may_grow:
-                plan.unreserve()
+            if sequence.is_decoding:
+                if decode:
+                    if self._pages.has_room(sequence) or self._fit(sequence, 1, plan):
+                        self._compute(sequence, 1, plan)
+                    else:
+                        plan.unreserve()
+            elif prefill and sequence.is_prefilling:
+                size = plan.chunk_for(sequence)
+                if size > 0:
+                    size = self._fit(sequence, size, plan)
+                if size > 0:
+                    self._compute(sequence, size, plan)
 
     def _fit(self, sequence: Sequence, size: int, plan: StepPlan) -> int:
         """Get pages for the next `size` tokens, taking them from younger requests if need be.
@@ -308,7 +310,7 @@ class Scheduler:
             if victim is sequence:
                 break
             self._preempt(victim)
-            if not victim.is_prefilling and victim.may_grow:
+            if victim.is_decoding:
                 plan.unreserve()
         while size > 1:
             size = min(size - 1, self._pages.room(sequence))
@@ -318,13 +320,13 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, size: int, plan: StepPlan) -> None:
         """Put the next `size` tokens of a sequence, whose pages are there, into the step."""
-        is_prefilling = sequence.is_prefilling
         if sequence.is_miscounted:
             plan.reset_row(sequence)
             sequence.is_miscounted = False
-        ends = plan.add_row(sequence, size)
-        if not is_prefilling:
+        if not sequence.is_prefilling:
+            plan.add_decode(sequence)
             return
+        ends = plan.add_chunk(sequence, size)
         self._pages.insert(sequence, min(sequence.num_computed, sequence.num_prompt))
         if ends and sequence.length == sequence.num_prompt + 1:
             self._fork(sequence, plan)
@@ -365,7 +367,7 @@ class Scheduler:
         oldest, first = min(self._waiting, key=_order), self._waiting[-1]
         if oldest is not first:
             self._unwait(oldest)
-            oldest.key = (first.key[0], min(first.key[1], oldest.order), oldest.order)
+            oldest.set_key((first.key[0], min(first.key[1], oldest.order), oldest.order))
             self._wait(oldest)
 
     def _admit_in_order(self, candidates: list[Sequence], plan: StepPlan) -> None:
@@ -404,14 +406,14 @@ class Scheduler:
         """Whether a running prefill is about to compute the page after `matched`: then it is computed once."""
         if not self.cache.enabled:
             return False
-        size = self.geometry.page_size
-        limit = sequence.match_limit
-        for other in prefilling:
-            if other.keeps_to_itself or other.request.namespace != sequence.request.namespace:
-                continue
-            if min(sequence.common_prefix(other), limit) // size * size > matched:
-                return True
-        return False
+        size, namespace = self.geometry.page_size, sequence.request.namespace
+        end = (matched // size + 1) * size  # of that page
+        if end > sequence.match_limit:
+            return False
+        return any(
+            not other.keeps_to_itself and other.request.namespace == namespace and sequence.shares_prompt(other, end)
+            for other in prefilling
+        )
 
     def _start(self, sequence: Sequence, prefix: Prefix, plan: StepPlan) -> bool:
         """Admit with its cached prefix, if the pool has room for it now."""
@@ -496,8 +498,4 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=_reverse_key)
 
     def _unwait(self, sequence: Sequence) -> None:
-        del self._waiting[bisect.bisect_left(self._waiting, _reverse_key(sequence), key=_reverse_key)]
-
-
-def _reverse_key(sequence: Sequence) -> tuple[int, int, int]:
-    return (-sequence.key[0], -sequence.key[1], -sequence.key[2])
+        del self._waiting[bisect.bisect_left(self._waiting, sequence.reverse_key, key=_reverse_key)]

@@ -20,6 +20,7 @@ class Sequence:
                   it: entries once written are never changed, a copy on write takes a new buffer
     keeps_to_itself  the tree has the same tokens on other pages: nothing of this sequence is inserted while it runs
     is_miscounted    the device's token counts of its row (for penalties) have to start anew
+    key           place in the policy's order, smaller runs first; reverse_key orders the other way round
     tail_is_shared  its last page is partly filled and other continuations use it too: copied before it is written
     stop_ids      tokens that end it, once min_tokens have been made
     handle        locked position in the radix tree; its num_tokens of the sequence have been inserted or matched
@@ -30,19 +31,19 @@ class Sequence:
     __slots__ = (
         "common", "handle", "is_miscounted", "keeps_to_itself", "key", "num_computed", "num_known", "num_pages",
         "num_passed_over", "num_pending", "num_preemptions", "num_prompt", "num_scored", "num_unscored_next", "order",
-        "pages", "request", "row", "stop_ids", "tail_is_shared", "tokens", "was_admitted",
+        "pages", "request", "reverse_key", "row", "stop_ids", "tail_is_shared", "tokens", "was_admitted",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, key: tuple[int, int, int]) -> None:
         self.request = request
         self.order = order
-        self.key = key  # position in the policy's order; smaller runs first
+        self.set_key(key)
         self.tokens = np.empty(request.max_total_tokens, np.int32)
         self.num_known = self.num_prompt = request.num_prompt_tokens
         self.tokens[: self.num_known] = request.prompt
-        self.stop_ids = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            self.stop_ids |= request.eos_token_ids
+        self.stop_ids = frozenset() if request.params.ignore_eos else request.eos_token_ids
+        if request.params.stop_token_ids:
+            self.stop_ids = self.stop_ids.union(request.params.stop_token_ids)
         self.num_pending = 0
         self.num_computed = 0
         self.num_scored = self.num_prompt
@@ -62,6 +63,10 @@ class Sequence:
         self.num_preemptions = 0
         self.was_admitted = False
 
+    def set_key(self, key: tuple[int, int, int]) -> None:
+        self.key = key
+        self.reverse_key = (-key[0], -key[1], -key[2])
+
     @property
     def length(self) -> int:
         """Tokens that the device knows or will know from the steps in flight."""
@@ -80,7 +85,13 @@ class Sequence:
     @property
     def may_grow(self) -> bool:
         """Whether another token may be sampled once everything known has been computed."""
-        return self.length < self.request.max_total_tokens
+        return self.num_known + self.num_pending < self.request.max_total_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next row is one token, with another to be sampled after it."""
+        computed, length = self.num_computed, self.num_known + self.num_pending
+        return self.num_prompt <= computed >= length - 1 and length < self.request.max_total_tokens
 
     @property
     def wants_scores(self) -> bool:
@@ -97,7 +108,7 @@ class Sequence:
         """Tokens that may come from the cache: the last one is computed, and what has no score yet."""
         if self.request.pooling == "mean":
             return 0  # the state of every token is needed, and pages hold keys and values only
-        return self.num_scored - 1 if self.wants_scores else self.num_known - 1
+        return (self.num_scored if self.num_scored < self.num_prompt else self.num_known) - 1
 
     def append(self, token: int) -> None:
         """A pending token became known."""
@@ -129,6 +140,14 @@ class Sequence:
         """Copy on write. Steps in flight keep the old buffer."""
         self.pages = self.pages.copy()
         self.pages[index] = page
+
+    def shares_prompt(self, other: Sequence, count: int) -> bool:
+        """Whether the first `count` > 0 tokens of two prompts are the same."""
+        a, b = self.request.prompt, other.request.prompt
+        # Most prompts that are compared differ there, or before.
+        if count > len(a) or count > len(b) or a[count - 1] != b[count - 1]:
+            return False
+        return self.common_prefix(other) >= count
 
     def common_prefix(self, other: Sequence) -> int:
         """Length of the common prefix of two prompts, remembered."""
