@@ -41,19 +41,22 @@ class PagePool:
 
     def share(self, pages: np.ndarray) -> None:
         """Add one reference to each page (pages are distinct and in use)."""
-        self.references[pages] += 1
+        if len(pages):
+            self.references[pages] += 1
 
     def release(self, pages: np.ndarray) -> None:
         """Take one reference from each page (pages are distinct); those without any become free."""
         if not len(pages):
             return
-        left = self.references[pages] - 1
-        if left.min() < 0:
+        left = self.references[pages]
+        left -= 1
+        if np.count_nonzero(left < 0):
             raise RuntimeError(f"pages released more often than referenced: {pages[left < 0][:8].tolist()}")
         self.references[pages] = left
         freed = pages[left == 0]
-        self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
-        self._num_free += len(freed)
+        end = self._num_free + len(freed)
+        self._free[self._num_free : end] = freed[::-1]
+        self._num_free = end
 
     def free(self, pages: np.ndarray) -> None:
         """Release pages of which the caller holds the only reference each (pages are distinct)."""

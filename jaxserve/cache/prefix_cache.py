@@ -41,10 +41,11 @@ class PrefixCache:
 
         An evicted page becomes free at once: a request that uses a page of the tree has locked it (see extend).
         """
-        if count > self.num_available:
-            return None
-        if count > self.pool.num_free:
-            self.pool.free(self.tree.evict(count - self.pool.num_free))
+        missing = count - self.pool.num_free
+        if missing > 0:
+            if missing > self.tree.num_evictable:
+                return None
+            self.pool.free(self.tree.evict(missing))
         return self.pool.allocate(count)
 
     def extend(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle | None:
@@ -55,11 +56,11 @@ class PrefixCache:
         pages to itself and leaves them to deposit() in the end. None as well if another request uses one of the pages:
         no lock of its own would cover them, and the tree counts what is not locked as available.
         """
-        if self.tree.has_next(handle, tokens) or self._num_unshared(pages) < len(pages):
+        if self._num_unshared(pages) < len(pages):
             return None
-        end = self._insert(handle, tokens, pages)
-        self.tree.lock(end)
-        self.tree.unlock(handle)
+        end = self.tree.extend(handle, tokens, pages)
+        if end is not None:
+            self.pool.share(pages)
         return end
 
     def deposit(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> None:
@@ -69,18 +70,14 @@ class PrefixCache:
         """
         count = self._num_unshared(pages)
         if count:
-            self._insert(handle, tokens[: count * self.page_size], pages[:count])
+            known = self.tree.insert(handle, tokens[: count * self.page_size], pages[:count])[1]
+            self.pool.share(pages[known:count])
 
     def _num_unshared(self, pages: np.ndarray) -> int:
         """How many leading pages have their caller as the only user."""
         shared = self.pool.references[pages] > 1
         first = int(shared.argmax())
         return first if shared[first] else len(pages)
-
-    def _insert(self, handle: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle:
-        end, known = self.tree.insert(handle, tokens, pages)
-        self.pool.share(pages[known:])
-        return end
 
     def flush(self) -> None:
         """Forget every prefix that no locked handle protects."""

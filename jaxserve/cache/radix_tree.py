@@ -10,10 +10,10 @@ or an insertion ends inside it. Each lock() needs one unlock() of the same handl
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 _EMPTY = np.empty(0, np.int32)
@@ -35,8 +35,7 @@ class Node:
         self.namespace = ""  # of a root
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(msgspec.Struct, frozen=True, gc=False):
     """A position: the end of `node`, `num_tokens` from the root of its namespace.
 
     pages  int32 [num_tokens / page_size] for a match; for an insertion the pages of the inserted part only
@@ -99,7 +98,7 @@ class RadixTree:
         node, position, pages = self._descend(node, 0, tokens)
         if position < node.end:
             node = self._split(node, position)
-        return Handle(node, position, np.concatenate(pages) if pages else _EMPTY)
+        return Handle(node, position, _joined(pages))
 
     def insert(self, start: Handle, tokens: np.ndarray, pages: np.ndarray) -> tuple[Handle, int]:
         """Continue from `start` (locked, or the root) with int32 tokens [n * page_size] and their pages [n].
@@ -117,17 +116,22 @@ class RadixTree:
         if position < node.end:
             node = self._split(node, position)
         if matched < len(tokens):
-            if self.listener is not None:
-                parent = int(node.pages[-1]) if len(node.pages) else node.namespace
-                self.listener.stored(parent, tokens[matched:], pages[count:])
-            # A leaf that nobody else has locked grows in place: a prompt that arrives in chunks stays one edge.
-            grows = node.parent is not None and not node.children and node.locks == (node is start.node)
-            node = self._append(node, tokens[matched:].copy(), pages[count:].copy(), in_place=grows)
+            node = self._append(node, tokens[matched:], pages[count:], own_locks=node is start.node)
         return Handle(node, start.num_tokens + len(tokens), pages), count
 
-    def has_next(self, handle: Handle, tokens: np.ndarray) -> bool:
-        """Whether the page of tokens[:page_size] follows the (locked) handle in the tree."""
-        return self._key(tokens) in handle.node.children
+    def extend(self, start: Handle, tokens: np.ndarray, pages: np.ndarray) -> Handle | None:
+        """As insert(), with the caller's lock moved from `start` to the end; None, and nothing changes, if the tree
+        has the first of these pages already."""
+        before = start.node
+        if self._key(tokens) in before.children:
+            return None
+        self._clock += 1
+        before.last_use = self._clock
+        node = self._append(before, tokens, pages, own_locks=1)
+        if node is not before:
+            node.locks = 1
+            self._num_locked += len(pages)
+        return Handle(node, start.num_tokens + len(tokens), pages)
 
     def lock(self, handle: Handle) -> None:
         node: Node | None = handle.node
@@ -175,12 +179,11 @@ class RadixTree:
                 self._push_leaf(leaf)
             else:
                 self._remove(leaf)
-        return np.concatenate(given) if given else _EMPTY
+        return _joined(given)
 
     def pages(self) -> np.ndarray:
         """All pages of the tree, in no order."""
-        found = [node.pages for node in self._nodes()]
-        return np.concatenate(found) if found else _EMPTY
+        return _joined([node.pages for node in self._nodes()])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if counts, edges or locks contradict each other."""
@@ -241,16 +244,20 @@ class RadixTree:
                 break
         return node, position, pages
 
-    def _append(self, node: Node, tokens: np.ndarray, pages: np.ndarray, *, in_place: bool) -> Node:
+    def _append(self, node: Node, tokens: np.ndarray, pages: np.ndarray, *, own_locks: int) -> Node:
+        """Put copies of new tokens and pages behind a node, of whose locks own_locks are the caller's."""
+        if self.listener is not None:
+            self.listener.stored(int(node.pages[-1]) if len(node.pages) else node.namespace, tokens, pages)
         self._num_pages += len(pages)
-        if in_place:
+        # A leaf that nobody else has locked grows in place: a prompt that arrives in chunks stays one edge.
+        if not node.children and node.locks == own_locks and node.parent is not None:
             node.tokens = np.concatenate((node.tokens, tokens))
             node.pages = np.concatenate((node.pages, pages))
             node.end += len(tokens)
             if node.locks:
                 self._num_locked += len(pages)
             return node
-        child = Node(node, tokens, pages, node.end + len(tokens))
+        child = Node(node, tokens.copy(), pages.copy(), node.end + len(tokens))
         child.last_use = self._clock
         node.children[self._key(tokens)] = child
         self._push_leaf(child)
@@ -302,3 +309,9 @@ class RadixTree:
         """Namespaces come from clients (cache salts): an empty one must not stay in memory."""
         if node.parent is None and not node.children and not node.locks:
             self._roots.pop(node.namespace, None)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _EMPTY
