@@ -56,7 +56,7 @@ class PrefixCache:
         pages to itself and leaves them to deposit() in the end. None as well if another request uses one of the pages:
         no lock of its own would cover them, and the tree counts what is not locked as available.
         """
-        if self._num_unshared(pages) < len(pages):
+        if self.pool.num_unshared(pages) < len(pages):
             return None
         end = self.tree.extend(handle, tokens, pages)
         if end is not None:
@@ -68,16 +68,10 @@ class PrefixCache:
 
         Pages from the first one on that another request uses are left out; the last of their users may deposit them.
         """
-        count = self._num_unshared(pages)
+        count = self.pool.num_unshared(pages)
         if count:
             known = self.tree.insert(handle, tokens[: count * self.page_size], pages[:count])[1]
             self.pool.share(pages[known:count])
-
-    def _num_unshared(self, pages: np.ndarray) -> int:
-        """How many leading pages have their caller as the only user."""
-        shared = self.pool.references[pages] > 1
-        first = int(shared.argmax())
-        return first if shared[first] else len(pages)
 
     def flush(self) -> None:
         """Forget every prefix that no locked handle protects."""
