@@ -83,6 +83,8 @@ class SimulatedRunner:
         self.now = 0.0
         self.num_steps = 0
         self.num_computed_tokens = 0
+        whole = len(_WEIGHTS) // geometry.page_size * geometry.page_size
+        self._weights = _WEIGHTS[:whole].reshape(-1, geometry.page_size)  # [pages of a row, page_size]
         self._tokens = np.full(geometry.num_pages * geometry.page_size, _NEVER_WRITTEN)
         self._last_token = np.full(geometry.max_num_rows, _NEVER_WRITTEN)
         self._writer = np.zeros(geometry.num_pages, np.int64)
@@ -100,22 +102,25 @@ class SimulatedRunner:
         for reset in decision.resets:
             tokens = np.concatenate((reset.prompt_ids, reset.output_ids))
             self._counted[reset.row] = (len(tokens), int(history_sums(tokens)[-1]))
-        lengths = np.array([row.num_tokens for row in decision.rows])
-        ends = np.array([row.start for row in decision.rows]) + lengths
-        pages, first_page = self._page_tables(decision, ends)
-        row_of_token, positions = _ragged(lengths, ends - lengths)
-        slots = self._slots(pages, first_page[row_of_token] + positions // page_size, positions)
+        lengths = np.array([len(row.token_ids) for row in decision.rows])
+        starts = np.array([row.start for row in decision.rows])
+        ends = starts + lengths
+        pages, counts, first_page = self._page_tables(decision, ends)
+        row_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(len(row_of_token)) + (starts - (np.cumsum(lengths) - lengths))[row_of_token]
+        slots = pages[first_page[row_of_token] + positions // page_size] * page_size + positions % page_size
         self._write(decision, lengths, row_of_token, slots)
-        # Every row's tokens are written before any is read, as the device does layer by layer.
-        row_of_context, context = _ragged(ends, np.zeros_like(ends))
-        read = self._slots(pages, first_page[row_of_context] + context // page_size, context)
-        sums = np.cumsum(self._tokens[read].astype(np.uint64) * _WEIGHTS[context])
-        before = np.concatenate((np.zeros(1, np.uint64), sums))
-        first = np.cumsum(ends) - ends
+        # Every row's tokens are written before any is read, as the device does layer by layer. Rows are read in whole
+        # pages, one row after another: slot i of a row's pages holds the token at position i.
+        page_of_row = np.arange(len(pages)) - np.repeat(first_page, counts)
+        read = self._tokens.reshape(-1, page_size)[pages].astype(np.uint64) * self._weights[page_of_row]
+        sums = np.zeros(read.size + 1, np.uint64)
+        np.cumsum(read, out=sums[1:])
         index = np.array([work.token_index for work in decision.samples], np.int64)
         sampled_row, position = row_of_token[index], positions[index]
-        history = before[first[sampled_row] + position + 1] - before[first[sampled_row]]
-        self.now += self.cost_model.seconds(len(slots), len(read))
+        first = first_page[sampled_row] * page_size
+        history = sums[first + position + 1] - sums[first]
+        self.now += self.cost_model.seconds(len(slots), int(ends.sum()))
         self.num_steps += 1
         self.num_computed_tokens += len(slots)
         if decision.is_constrained:
@@ -139,25 +144,22 @@ class SimulatedRunner:
             "sampled rows": len(set(tables)) != len(tables),
             "samples": len(decision.samples) > limits.max_num_samples,
             "tokens": decision.num_tokens > limits.max_step_tokens,
-            "decodes first": any(row.num_tokens != 1 for row in decision.rows[: decision.num_decodes]),
-            "length": any(row.start + row.num_tokens > limits.max_model_len for row in decision.rows),
+            "decodes first": any([len(row.token_ids) != 1 for row in decision.rows[: decision.num_decodes]]),
+            "length": max([row.start + len(row.token_ids) for row in decision.rows]) > limits.max_model_len,
         }
         if any(broken.values()):
             raise RuntimeError(f"step {decision.step_id} breaks: {[name for name, bad in broken.items() if bad]}")
 
-    def _page_tables(self, decision: StepDecision, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All rows' pages one after another, and where each row's begin."""
+    def _page_tables(self, decision: StepDecision, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All rows' pages one after another, how many each row has, and where they begin."""
         counts = -(-ends // self.geometry.page_size)
         tables = [row.pages[:count] for row, count in zip(decision.rows, counts.tolist())]
-        pages = np.concatenate(tables)
+        pages = np.concatenate(tables).astype(np.intp)  # with which numpy indexes fastest
         if len(pages) != counts.sum():
             raise RuntimeError(f"step {decision.step_id}: a row has fewer pages than its tokens need")
         if pages.min() < 1 or pages.max() >= self.geometry.num_pages:
             raise RuntimeError(f"step {decision.step_id}: a page outside 1 to {self.geometry.num_pages - 1}")
-        return pages, np.cumsum(counts) - counts
-
-    def _slots(self, pages: np.ndarray, index: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return pages[index] * self.geometry.page_size + positions % self.geometry.page_size
+        return pages, counts, np.cumsum(counts) - counts
 
     def _write(self, decision: StepDecision, lengths: np.ndarray, row_of_token: np.ndarray, slots: np.ndarray) -> None:
         ids = np.concatenate([row.token_ids for row in decision.rows])
@@ -191,11 +193,10 @@ class SimulatedRunner:
         for i, work in enumerate(samples):
             if work.forced_token >= 0:
                 tokens[i] = work.forced_token
-            if work.is_score:
-                continue
-            self._last_token[work.row] = tokens[i]
-            if work.params.has_penalties:
+            if not work.is_score and work.params.has_penalties:
                 self._count(work, int(history[i]), int(tokens[i]))
+        sampled = [i for i, work in enumerate(samples) if not work.is_score]
+        self._last_token[[samples[i].row for i in sampled]] = tokens[sampled]
         logprobs = -((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**20))
         return StepResult(decision.step_id, tokens, logprobs, np.ones(len(samples), np.int32))
 
@@ -214,10 +215,3 @@ def _constrain(tokens: np.ndarray, draws: np.ndarray, constraints: StepConstrain
         tokens[i] = allowed[int(draws[i]) % len(allowed)]
     for i, token in constraints.forced.items():
         tokens[i] = token
-
-
-def _ragged(lengths: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For rows laid out one after another: each element's row, and starts[row] + its place in the row."""
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    offset = starts - (np.cumsum(lengths) - lengths)
-    return row, np.arange(len(row)) + offset[row]
