@@ -17,6 +17,11 @@ _MAX_POSITIONS = 1 << 17
 _WEIGHTS = np.random.default_rng(20261129).integers(1, 2**63, _MAX_POSITIONS, dtype=np.uint64) | np.uint64(1)
 _MASK = 2**64 - 1
 _NEVER_WRITTEN = np.int32(-2)
+# Operands of whole arrays: numpy converts a Python number, or a scalar of its own, anew each time.
+_SHIFT, _HALF, _FACTOR, _LOW, _LOGPROB_SHIFT = (
+    np.array(value, np.uint64) for value in (29, 32, 0xBF58476D1CE4E5B9, 0xFFFFFFFF, 40)
+)
+_LOGPROB_UNIT = np.array(-(2**20), np.float32)
 
 
 def history_sums(history: np.ndarray) -> np.ndarray:
@@ -80,6 +85,7 @@ class SimulatedRunner:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.cost_model = cost_model or CostModel()
+        self._vocab_size = np.array(vocab_size, np.uint64)
         self.now = 0.0
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -103,26 +109,26 @@ class SimulatedRunner:
             tokens = np.concatenate((reset.prompt_ids, reset.output_ids))
             self._counted[reset.row] = (len(tokens), int(history_sums(tokens)[-1]))
         lengths = np.array([len(row.token_ids) for row in decision.rows])
-        starts = np.array([row.start for row in decision.rows])
-        ends = starts + lengths
+        ends = np.array([row.start for row in decision.rows]) + lengths
         pages, counts, first_page = self._page_tables(decision, ends)
-        row_of_token = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(len(row_of_token)) + (starts - (np.cumsum(lengths) - lengths))[row_of_token]
-        slots = pages[first_page[row_of_token] + positions // page_size] * page_size + positions % page_size
-        self._write(decision, lengths, row_of_token, slots)
+        row_of_token = np.arange(len(lengths)).repeat(lengths)
+        positions = np.arange(len(row_of_token)) + (ends - lengths.cumsum())[row_of_token]
+        page_index, offset = np.divmod(positions, page_size)
+        written = pages[first_page[row_of_token] + page_index]
+        self._write(decision, lengths, row_of_token, written, written * page_size + offset)
         # Every row's tokens are written before any is read, as the device does layer by layer. Rows are read in whole
         # pages, one row after another: slot i of a row's pages holds the token at position i.
-        page_of_row = np.arange(len(pages)) - np.repeat(first_page, counts)
+        page_of_row = np.arange(len(pages)) - first_page.repeat(counts)
         read = self._tokens.reshape(-1, page_size)[pages].astype(np.uint64) * self._weights[page_of_row]
         sums = np.zeros(read.size + 1, np.uint64)
-        np.cumsum(read, out=sums[1:])
+        read.cumsum(out=sums[1:])
         index = np.array([work.token_index for work in decision.samples], np.int64)
         sampled_row, position = row_of_token[index], positions[index]
         first = first_page[sampled_row] * page_size
         history = sums[first + position + 1] - sums[first]
-        self.now += self.cost_model.seconds(len(slots), int(ends.sum()))
+        self.now += self.cost_model.seconds(len(positions), int(ends.sum()))
         self.num_steps += 1
-        self.num_computed_tokens += len(slots)
+        self.num_computed_tokens += len(positions)
         if decision.is_constrained:
             self._waiting = decision.step_id
             return _Unsampled(decision, position + 1, history)
@@ -159,9 +165,17 @@ class SimulatedRunner:
             raise RuntimeError(f"step {decision.step_id}: a row has fewer pages than its tokens need")
         if pages.min() < 1 or pages.max() >= self.geometry.num_pages:
             raise RuntimeError(f"step {decision.step_id}: a page outside 1 to {self.geometry.num_pages - 1}")
-        return pages, counts, np.cumsum(counts) - counts
+        return pages, counts, counts.cumsum() - counts
 
-    def _write(self, decision: StepDecision, lengths: np.ndarray, row_of_token: np.ndarray, slots: np.ndarray) -> None:
+    def _write(
+        self,
+        decision: StepDecision,
+        lengths: np.ndarray,
+        row_of_token: np.ndarray,
+        pages: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """Put the step's tokens into their slots; the arguments are of each token, but for lengths."""
         ids = np.concatenate([row.token_ids for row in decision.rows])
         rows = np.array([row.row for row in decision.rows])
         unknown = np.flatnonzero(ids == LAST_TOKEN)
@@ -170,9 +184,8 @@ class SimulatedRunner:
         ids[unknown] = self._last_token[rows[row_of_token[unknown]]]
         if ids.min() < 0:
             raise RuntimeError(f"step {decision.step_id}: a row computes a token that nobody has sampled")
-        written = slots // self.geometry.page_size
-        self._writer[written] = row_of_token
-        if (self._writer[written] != row_of_token).any():
+        self._writer[pages] = row_of_token
+        if (self._writer[pages] != row_of_token).any():
             raise RuntimeError(f"step {decision.step_id}: two rows write one page")
         self._tokens[slots] = ids
 
@@ -185,9 +198,9 @@ class SimulatedRunner:
             work = samples[wrong[0]]
             raise RuntimeError(f"request {work.request_id}: position {work.position}, not {positions[wrong[0]]}")
         mixed = history ^ np.array([work.seed for work in samples], np.uint64)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed ^= mixed >> np.uint64(32)
-        tokens = ((mixed & np.uint64(0xFFFFFFFF)) % np.uint64(self.vocab_size)).astype(np.int32)
+        mixed = (mixed ^ (mixed >> _SHIFT)) * _FACTOR
+        mixed ^= mixed >> _HALF
+        tokens = ((mixed & _LOW) % self._vocab_size).astype(np.int32)
         if constraints is not None:
             _constrain(tokens, mixed, constraints)
         for i, work in enumerate(samples):
@@ -195,9 +208,9 @@ class SimulatedRunner:
                 tokens[i] = work.forced_token
             if not work.is_score and work.params.has_penalties:
                 self._count(work, int(history[i]), int(tokens[i]))
-        sampled = [i for i, work in enumerate(samples) if not work.is_score]
-        self._last_token[[samples[i].row for i in sampled]] = tokens[sampled]
-        logprobs = -((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**20))
+        sampled = np.array([not work.is_score for work in samples], bool)
+        self._last_token[[work.row for work in samples if not work.is_score]] = tokens[sampled]
+        logprobs = (mixed >> _LOGPROB_SHIFT).astype(np.float32) / _LOGPROB_UNIT
         return StepResult(decision.step_id, tokens, logprobs, np.ones(len(samples), np.int32))
 
     def _count(self, work: SampleWork, history: int, token: int) -> None:
