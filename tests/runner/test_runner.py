@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from jaxserve.models.contract import RuntimeOptions
@@ -134,7 +135,7 @@ def test_batched_decode_equals_recomputation(runner: ModelRunner, chunk: int) ->
 def test_prompt_scores_do_not_disturb_the_last_token(runner: ModelRunner) -> None:
     one = request(1, prompt_of(8, 4))
     scores = tuple(
-        dataclasses.replace(one.sample(i), position=i + 1, forced_token=one.tokens[i + 1], is_score=True)
+        msgspec.structs.replace(one.sample(i), position=i + 1, forced_token=one.tokens[i + 1], is_score=True)
         for i in range(7)
     )
     first = StepDecision(0, (one.work(0, 8),), 0, (*scores, one.sample(7)))
@@ -150,7 +151,7 @@ def test_prompt_scores_do_not_disturb_the_last_token(runner: ModelRunner) -> Non
 
 def test_forced_tokens_are_taken_and_continue(runner: ModelRunner) -> None:
     one = request(1, prompt_of(5, 6))
-    forced = dataclasses.replace(one.sample(4), forced_token=77)
+    forced = msgspec.structs.replace(one.sample(4), forced_token=77)
     first = runner.dispatch(StepDecision(0, (one.work(0, 5),), 0, (forced,)))
     second = runner.dispatch(StepDecision(1, (one.work(5, 6, last=True),), 1, (one.sample(0, ahead=1),)))
     exact = log_softmax(full_logits(build_model(), [*one.tokens, 77]))
@@ -355,7 +356,7 @@ def test_a_step_without_samples_can_be_collected(runner: ModelRunner) -> None:
 def test_a_refused_decision_changes_nothing(runner: ModelRunner) -> None:
     one = request(0, prompt_of(6, 1))
     run(runner, [one], steps=1)
-    bad = StepDecision(0, (one.work(7, 8, last=True),), 1, (dataclasses.replace(one.sample(0), token_index=3),))
+    bad = StepDecision(0, (one.work(7, 8, last=True),), 1, (msgspec.structs.replace(one.sample(0), token_index=3),))
     with pytest.raises(ValueError, match="token_index"):
         runner.dispatch(bad)
     good = dataclasses.replace(bad, samples=(one.sample(0),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -67,7 +68,7 @@ def test_scores_come_from_the_history_before_the_token():
     runner = SimulatedRunner(SHAPE)
     prompt = np.arange(1, 5, dtype=np.int32)
     work = [
-        dataclasses.replace(sample(0, i - 1, i), forced_token=int(prompt[i]), is_score=True) for i in range(1, 4)
+        msgspec.structs.replace(sample(0, i - 1, i), forced_token=int(prompt[i]), is_score=True) for i in range(1, 4)
     ]  # fmt: skip
     result = runner.dispatch(decision([row(0, 0, prompt.tolist(), [2])], work))
     assert result.token_ids.tolist() == [2, 3, 4]
