@@ -11,7 +11,7 @@ from jaxserve.models.loading import load_config
 from jaxserve.sharding.expert_parallel import received_bytes
 from mesh_runner import TINY
 
-from benchmarks.mesh_shapes import collectives, forward_program
+from benchmarks.mesh_shapes import collectives, forward_program, gathered_shapes
 from benchmarks.mla_memory import measure
 from jaxserve.hub import ModelSource
 
@@ -83,4 +83,7 @@ def test_pages_stay_in_place_and_weights_where_they_are() -> None:
     assert memory.temp_size_in_bytes < page_bytes  # not one more copy of the pool
     # What is gathered is tokens and their choices: no weight, no page.
     found = collectives(program.as_text())["all-gather"][1]
-    assert found == 4 * T * (config.hidden_size * 4 + config.moe.num_experts_per_token * 8)
+    chosen = config.moe.num_experts_per_token
+    assert found == 4 * T * (config.hidden_size * 4 + chosen * 8)
+    shapes = f"f32[{4 * T},{config.hidden_size}]", f"s32[{4 * T},{chosen}]", f"f32[{4 * T},{chosen}]"
+    assert gathered_shapes(program.as_text()) == dict.fromkeys(shapes, 1)
