@@ -19,8 +19,8 @@ def longest_leap(scheduler: Scheduler, in_flight: StepDecision | None = None) ->
     in_flight is the only step dispatched and not applied, if there is one: the first of those taken. Requests end by
     their length alone: their stop tokens are never sampled.
     """
-    running = scheduler._running
-    if scheduler._waiting or not running or scheduler.deterministic:
+    running = scheduler._queues.running
+    if scheduler._queues.waiting or not running or scheduler.deterministic:
         return 0, 0
     num_pending = 0
     if in_flight is not None:
@@ -46,7 +46,7 @@ def leap(scheduler: Scheduler, count: int, token: int, in_flight: StepDecision |
     Returns the step that is in flight afterwards, None if none was before.
     """
     plan = StepPlan(scheduler.geometry)
-    for sequence in scheduler._running:
+    for sequence in scheduler._queues.running:
         if not scheduler._pages.grow(sequence, count, plan):
             raise RuntimeError(f"no pages for {count} steps: {scheduler.stats()}")
         known = sequence.num_known
@@ -62,7 +62,7 @@ def _later(scheduler: Scheduler, decision: StepDecision, count: int) -> StepDeci
     """The step that `count` steps after `decision` does the same for the same requests."""
     rows = []
     for work in decision.rows:
-        sequence = scheduler._sequences[work.request_id]
+        sequence = scheduler._queues.by_number[work.request_id]
         pages = sequence.pages[: sequence.num_pages]
         rows.append(RowWork(work.request_id, work.row, work.start + count, work.token_ids, pages, work.pooling))
     samples = tuple(

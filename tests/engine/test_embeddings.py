@@ -80,8 +80,8 @@ def test_preempted_texts_start_again(runner: ModelRunner, pooling: str, overlap:
     engine = make_engine(runner, overlap=overlap)
     engine.handle(AddEmbedding(request_id="e", prompt=PROMPTS[2], pooling=pooling, normalize=False))
     outputs = [out for _ in range(num_steps) for out in engine.step()]
-    for sequence in list(engine.scheduler._running):
-        engine.scheduler._preempt(sequence)
+    for sequence in list(engine.scheduler._queues.running):
+        engine.scheduler._queues.preempt(sequence)
     outputs += run_dry(engine)
     np.testing.assert_allclose(last_of(outputs, "e").embedding, expected(PROMPTS[2], pooling), atol=2e-5)
     engine.scheduler.check_integrity()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_steps import Steps, check_tokens, geometry, prompt_of
 
+from jaxserve.scheduler.queues import Queues
 from jaxserve.scheduler.scheduler import Scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -17,13 +18,13 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     counts: Counter[int] = Counter()
-    preempt = Scheduler._preempt
+    preempt = Queues.preempt
 
-    def counting(self: Scheduler, sequence: object) -> None:
+    def counting(self: Queues, sequence: object) -> None:
         counts[sequence.request.number] += 1
         preempt(self, sequence)
 
-    monkeypatch.setattr(Scheduler, "_preempt", counting)
+    monkeypatch.setattr(Queues, "preempt", counting)
     return counts
 
 
@@ -266,7 +267,7 @@ def test_restarted_rows_count_against_the_step():
     steps.add_one(prompt_of(200, 50), 2, prompt_logprobs=0)  # takes part of each step, and leaves four samples
     steps.step()
     for request in group[1:]:
-        steps.scheduler._preempt(steps.scheduler._sequences[request.number])
+        steps.scheduler._queues.preempt(steps.scheduler._queues.by_number[request.number])
     decision = steps.step()  # the simulated runner refuses more tokens or samples than fit
     assert decision is not None
     assert decision.num_tokens == 8 and decision.num_decodes > 1
