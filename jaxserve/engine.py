@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-
-import msgspec
-import numpy as np
 
 from jaxserve.admission import Limits, RequestMaker
 from jaxserve.cache.page_events import PageEvents
 from jaxserve.config import EngineConfig
 from jaxserve.constraining import Compiled, GrammarStage
-from jaxserve.continuation import Continuation, Deadlines, Group
+from jaxserve.continuation import Deadlines, Group
 from jaxserve.detokenizer import Detokenizer, TokenBytes
 from jaxserve.embedding import Pooler, as_request
+from jaxserve.engine_answers import Answers
 from jaxserve.engine_steps import StepPipeline
 from jaxserve.messages import (
     FINISH_ABORT,
-    FINISH_ERROR,
-    FINISH_STOP,
     AbortRequest,
     AddEmbedding,
     AddRequest,
@@ -40,11 +35,9 @@ from jaxserve.messages import (
     RequestOutput,
     Shutdown,
     ToEngine,
-    num_outputs,
 )
-from jaxserve.request import TokenEvent
 from jaxserve.sampling_params import InvalidParameter
-from jaxserve.scheduler.decision import RankedDecision, Runner, StepDecision
+from jaxserve.scheduler.decision import Runner
 from jaxserve.scheduler.dp_balance import make_scheduler
 from jaxserve.trace import StepTrace
 
@@ -110,15 +103,11 @@ class Engine:
         self._steps = StepPipeline(
             runner, self.scheduler, self._grammars, depth=2 if config.overlap else 1, trace_capacity=trace_capacity
         )
-        self._groups: dict[str, Group] = {}
-        self._by_number: dict[int, Continuation] = {}
+        self._answers = Answers(self.scheduler)
         self._deadlines = Deadlines()
-        self._outbox: list[RequestOutput] = []
         self._failure: str | None = None
         self._closes_at: float | None = None
         self._stalled_since: float | None = None
-        self._finished: Counter[str] = Counter()
-        self._num_output_tokens = 0
 
     @property
     def trace(self) -> StepTrace:
@@ -155,10 +144,10 @@ class Engine:
                 self._limits.check(message)
                 self._add_request(message, now)
         except InvalidParameter as mistake:
-            self._refuse(message, str(mistake), mistake.parameter)
+            self._answers.refuse(message, str(mistake), mistake.parameter)
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
-            self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
+            self._answers.refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
 
     def _check_runner(self) -> None:
         """Let a runner whose other hosts are gone say so, also while nothing runs."""
@@ -168,7 +157,7 @@ class Engine:
 
     def _check_open(self, message: AddRequest | AddEmbedding) -> None:
         """Raise InvalidParameter for an id in flight, a full queue or a shutdown (the last two will pass)."""
-        if message.request_id in self._groups or message.request_id in self._grammars:
+        if message.request_id in self._answers.groups or message.request_id in self._grammars:
             raise InvalidParameter("request_id", message.request_id, "an id that is not in flight")
         if self._closes_at is not None:
             raise InvalidParameter("engine", "a new request", "none, the engine is shutting down")
@@ -183,13 +172,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request with FINISH_ABORT. An id that is not in flight (any more) is no mistake."""
-        group = self._groups.get(request_id)
+        group = self._answers.groups.get(request_id)
         if group is not None:
-            self._abort(group)
+            self._answers.abort(group)
             return
         message = self._grammars.drop(request_id)
         if message is not None:
-            self._refuse(message, None, None, reason=FINISH_ABORT)
+            self._answers.refuse(message, None, None, reason=FINISH_ABORT)
 
     def prepare_grammars(self) -> None:
         """Read the vocabulary for grammars now, so that no request waits for it."""
@@ -212,7 +201,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() has something to do now."""
-        return bool(self._groups or not self._steps.is_empty or self._outbox or self._grammars.is_waiting)
+        return bool(
+            self._answers.groups or not self._steps.is_empty or self._answers.outbox or self._grammars.is_waiting
+        )
 
     @property
     def is_drained(self) -> bool:
@@ -222,7 +213,7 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Whether the last step() found nothing that could run; the loop should rest a moment before the next."""
-        return self._stalled_since is not None or (self._grammars.is_waiting and not self._groups)
+        return self._stalled_since is not None or (self._grammars.is_waiting and not self._answers.groups)
 
     def step(self) -> list[RequestOutput]:
         """Dispatch what can run, read the oldest step in flight, and return what became known with it.
@@ -237,17 +228,16 @@ class Engine:
             for compiled in self._grammars.take_ready(self._clock()):
                 self._take_compiled(compiled)
             while (events := self._steps.dispatch()) is not None:
-                self._take(events)
+                self._answers.take(events)
             self._watch_for_stalls()
             if not self._steps.is_empty:
-                self._take(self._steps.collect(self._pool))
+                self._answers.take(self._steps.collect(self._answers.pool))
         except Exception as error:
             self._crash(error)
             raise EngineCrash(self._failure) from error
-        if not self._groups and self._steps.is_empty:
+        if not self._answers.groups and self._steps.is_empty:
             self._steps.rest()
-        outputs, self._outbox = self._outbox, []
-        return outputs
+        return self._answers.take_outbox()
 
     def stats(self) -> EngineStats:
         """Gauges now and counters since the start."""
@@ -263,9 +253,9 @@ class Engine:
             num_prompt_tokens=int(scheduler.num_prompt_tokens),
             num_cached_tokens=int(scheduler.num_cached_tokens),
             num_computed_prefill_tokens=self._steps.num_prefill_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._answers.num_output_tokens,
             num_preemptions=int(scheduler.num_preemptions),
-            num_finished=dict(self._finished),
+            num_finished=dict(self._answers.num_finished),
             num_compiles_after_warmup=int(getattr(self._runner, "compiles_after_warmup", 0)),
             num_forced_tokens=self._grammars.num_forced_tokens,
             num_jumped_tokens=self._grammars.num_jumped_tokens,
@@ -295,13 +285,13 @@ class Engine:
         message, arrival, error = compiled
         grammar = message.params.grammar
         if error is not None:
-            self._refuse(message, f"{grammar.parameter}: {error}", grammar.parameter)
+            self._answers.refuse(message, f"{grammar.parameter}: {error}", grammar.parameter)
             return
         try:
             self._admit(message, arrival)
         except Exception as error:
             logger.exception("request %s could not be queued", message.request_id)
-            self._refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
+            self._answers.refuse(message, f"the request could not be queued: {type(error).__name__}: {error}", None)
 
     def _admit(self, message: AddRequest, arrival: float, pooler: Pooler | None = None) -> None:
         requests = self._maker.make(message, arrival, pooling="" if pooler is None else pooler.pooling)
@@ -316,8 +306,7 @@ class Engine:
                 for earlier in requests[:num_added]:
                     self.scheduler.abort(earlier.number)
                 raise
-        self._groups[message.request_id] = group
-        self._by_number.update((member.request.number, member) for member in group.members)
+        self._answers.join(group)
         if message.deadline_s is not None:
             self._deadlines.push(arrival + message.deadline_s, group)
 
@@ -325,140 +314,22 @@ class Engine:
         logger.error("the engine cannot go on", exc_info=error)
         self._failure = f"{type(error).__name__}: {error}"
 
-    def _refuse(
-        self,
-        message: AddRequest | AddEmbedding,
-        error: str | None,
-        parameter: str | None,
-        *,
-        reason: str = FINISH_ERROR,
-    ) -> None:
-        count = num_outputs(message)
-        self._finished[reason] += count
-        for index in range(count):
-            self._outbox.append(
-                RequestOutput(
-                    request_id=message.request_id,
-                    index=index,
-                    finish_reason=reason,
-                    num_prompt_tokens=len(message.prompt),
-                    error=error,
-                    parameter=parameter,
-                )
-            )
-
-    def _pool(self, decision: StepDecision | RankedDecision, pooled: np.ndarray) -> None:
-        """Hand the pooled states [rows, hidden] of a step to the embeddings that its rows belong to."""
-        for work, values in zip(decision.rows, pooled):
-            member = self._by_number.get(work.request_id)
-            if work.pooling and member is not None and member.group.pooler is not None:
-                member.group.pooler.take(work.start, work.num_tokens, values)
-
-    def _take(self, events: Iterable[TokenEvent]) -> None:
-        touched: dict[int, Continuation] = {}
-        for event in events:
-            number = event.request.number
-            member = self._by_number.get(number)
-            if member is None:
-                continue
-            try:
-                member.take(event)
-            except Exception as error:
-                self._fail(member, error)
-                continue
-            touched[number] = member
-        for member in touched.values():
-            if not member.is_done:
-                try:
-                    self._answer(member)
-                except Exception as error:
-                    self._fail(member, error)
-
-    def _answer(self, member: Continuation) -> None:
-        request = member.request
-        num_before = member.num_output_tokens
-        stop = member.advance()
-        if member.group.pooler is None:
-            self._num_output_tokens += member.num_output_tokens - num_before
-        if stop is not None:
-            if not request.is_finished:
-                self.scheduler.finish(request.number, FINISH_STOP, stop)
-            self._end(member, FINISH_STOP, stop_reason=stop)
-        elif request.finish_reason == FINISH_ERROR:
-            grammar, constraint = request.params.grammar, request.constraint
-            error = f"{grammar.parameter}: the text could not be kept inside it: {constraint.error}"
-            self._end(member, FINISH_ERROR, error=error, parameter=grammar.parameter)
-        elif request.finish_reason is not None:
-            self._end(member, request.finish_reason, stop_reason=request.stop_reason)
-        elif member.is_due:
-            self._outbox.append(member.output())
-
-    def _end(
-        self,
-        member: Continuation,
-        reason: str,
-        *,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
-        parameter: str | None = None,
-    ) -> None:
-        """The last output of a continuation, whose request the scheduler has already finished."""
-        output = member.last_output(reason, stop_reason=stop_reason, error=error, parameter=parameter)
-        if member.group.pooler is not None:
-            output = self._embedding(member, output)
-        self._outbox.append(output)
-        self._finished[output.finish_reason or reason] += 1
-        del self._by_number[member.request.number]
-        group = member.group
-        group.num_unfinished -= 1
-        if not group.num_unfinished:
-            del self._groups[group.message.request_id]
-
-    def _embedding(self, member: Continuation, output: RequestOutput) -> RequestOutput:
-        """The vector instead of the one token that was computed with it; aborts and errors as they are."""
-        pooler = member.group.pooler
-        assert pooler is not None
-        if output.finish_reason in (FINISH_ABORT, FINISH_ERROR):
-            return msgspec.structs.replace(output, text="", token_ids=[], num_output_tokens=0)
-        try:
-            return pooler.output(member.request.num_cached_tokens)
-        except Exception as error:
-            logger.exception("request %s failed", output.request_id)
-            return msgspec.structs.replace(
-                output, text="", token_ids=[], num_output_tokens=0, finish_reason=FINISH_ERROR, error=str(error)
-            )
-
-    def _fail(self, member: Continuation, error: Exception) -> None:
-        """An exception while the output of one request was made ends that request alone."""
-        request = member.request
-        logger.error("request %s failed", member.group.message.request_id, exc_info=error)
-        if not request.is_finished:
-            self.scheduler.finish(request.number, FINISH_ERROR, None)
-        if request.number in self._by_number:
-            self._end(member, FINISH_ERROR, error=f"the output could not be made: {type(error).__name__}: {error}")
-
-    def _abort(self, group: Group, *, error: str | None = None, parameter: str | None = None) -> None:
-        for member in group.members:
-            if not member.is_done:
-                self.scheduler.abort(member.request.number)
-                self._end(member, FINISH_ABORT, error=error, parameter=parameter)
-
     def _expire(self) -> None:
         now = self._clock()
         self.scheduler.kept.expire(now)
         for group in self._deadlines.pop_due(now):
             if group.num_unfinished:
                 limit = f"{group.message.deadline_s:g} s"
-                self._abort(group, error=f"deadline_s: not done after {limit}", parameter="deadline_s")
+                self._answers.abort(group, error=f"deadline_s: not done after {limit}", parameter="deadline_s")
         if self._closes_at is not None and now >= self._closes_at:
-            for group in list(self._groups.values()):
-                self._abort(group, error="the engine is shutting down", parameter="engine")
+            for group in list(self._answers.groups.values()):
+                self._answers.abort(group, error="the engine is shutting down", parameter="engine")
             for message in self._grammars.drop_all():
-                self._refuse(message, "the engine is shutting down", "engine", reason=FINISH_ABORT)
+                self._answers.refuse(message, "the engine is shutting down", "engine", reason=FINISH_ABORT)
 
     def _watch_for_stalls(self) -> None:
         """Raise if requests wait, nothing runs and nothing is decided for STALL_SECONDS."""
-        if not self._steps.is_empty or not self._groups:
+        if not self._steps.is_empty or not self._answers.groups:
             self._stalled_since = None
             return
         now = time.perf_counter()

@@ -454,7 +454,7 @@ def test_soak(seed, overlap):
             assert text_of(outputs, name) == whole
     assert len(aborted) > 5 and len(expected) > 200
     engine.scheduler.check_integrity()
-    assert not engine._by_number and not engine._groups
+    assert not engine._answers.by_number and not engine._answers.groups
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
     assert stats.num_preemptions > 0
