@@ -20,12 +20,13 @@ from jaxserve.pallas_kernels.ragged import RaggedBatch
 @dataclasses.dataclass(frozen=True)
 class Work:
     """Rows of one step: `decodes` rows with `context` cached tokens and one new one, then `chunks` rows with
-    `context` cached and `chunk` new tokens."""
+    `context` cached and `chunk` new tokens. The first `shared` tokens of all rows lie on the same pages."""
 
     decodes: int
     chunks: int
     chunk: int
     context: int
+    shared: int = 0
 
     @property
     def rows(self) -> int:
@@ -44,6 +45,7 @@ class Work:
         new = np.array([1] * self.decodes + [self.chunk] * self.chunks)
         start = np.concatenate([[0], np.cumsum(new)])
         table = np.random.default_rng(0).permutation(self.rows * width).reshape(self.rows, width) + 1
+        table[:, : self.shared // page_size] = table[0, : self.shared // page_size]
         row = np.repeat(np.arange(self.rows), new)
         positions = self.context + np.arange(self.tokens) - start[row]
         slots = table[row, positions // page_size] * page_size + positions % page_size
@@ -64,12 +66,14 @@ class Work:
         pairs += self.decodes * min(self.context + 1, limit)
         read = self.decodes * min(self.context + 1, limit)
         read += self.chunks * min(self.context + self.chunk, limit + self.chunk)
+        read -= max(self.decodes - 1, 0) * self.shared
         return int(pairs), int(read)
 
 
 DECODE = Work(64, 0, 0, 4096)
 PREFILL = Work(0, 4, 512, 8192)
 MIXED = Work(48, 2, 512, 4096)
+CASCADE = Work(64, 0, 0, 4096, shared=2048)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +157,20 @@ def all_cases() -> list[Case]:
             ("Gemma-3 global", _spec(16, 8, 256), 64),
             ("SmolLM2-135M", _spec(9, 3, 64), 16),
         )
-        for kind, work in (("decode", DECODE), ("prefill", PREFILL))
+        for kind, work in (("decode", DECODE), ("prefill", PREFILL), ("cascade", CASCADE))
+        if kind != "cascade" or not spec.sliding_window
     ]
     cases.append(_attention("Llama-3-8B mixed", llama, MIXED))
-    cases.append(_attention("gpt-oss-20b decode", _spec(64, 8, 64, sliding_window=128, has_sinks=True), DECODE))
+    for kind, work in (("decode", DECODE), ("prefill", PREFILL)):
+        cases.append(
+            _attention(f"gpt-oss-20b local {kind}", _spec(64, 8, 64, sliding_window=128, has_sinks=True), work)
+        )
+        cases.append(_attention(f"gpt-oss-20b global {kind}", _spec(64, 8, 64, has_sinks=True), work))
+        cases.append(_attention(f"Phi-2 (head_dim 80, pages of 32) {kind}", _spec(32, 32, 80), work, 32))
+        cases.append(
+            _attention(f"Phi-3-mini (head_dim 96, window) {kind}", _spec(32, 32, 96, sliding_window=2047), work)
+        )
     cases.append(_attention("Gemma-2 cap prefill", _spec(16, 8, 256, logit_softcap=50.0), PREFILL))
-    cases.append(_attention("Phi-2 decode, head_dim 80, pages of 32", _spec(32, 32, 80), DECODE, 32))
     cases.append(_latent("DeepSeek-V3 decode", DECODE))
     cases.append(_latent("DeepSeek-V3 prefill", Work(0, 4, 256, 8192)))
     return cases

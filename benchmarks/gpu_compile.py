@@ -34,6 +34,7 @@ TARGETS = {
 }
 FLOPS = 989e12
 SMEM_PER_SM, SMEM_PER_BLOCK = 233472, 232448
+ATTENTION = ("paged_decode", "paged_cascade", "paged_prefill", "mla_attention")
 COUNTED = ("HGMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDG.128", "LDG", "STG", "LDL", "STL")
 
 
@@ -205,7 +206,7 @@ def problems(report: dict[str, Any], needs: tuple[str, ...]) -> list[str]:
         for k in report["kernels"]
         if k["shared_memory"] > SMEM_PER_BLOCK
     ]
-    attention = [k for k in report["kernels"] if k["name"] in ("paged_decode", "paged_prefill", "mla_attention")]
+    attention = [k for k in report["kernels"] if k["name"] in ATTENTION]
     if not attention:
         found.append("no attention kernel came out of the compiler")
     for kernel in attention:
@@ -238,9 +239,11 @@ def table_rows(report: dict[str, Any]) -> list[str]:
     """Rows for docs/kernels.md: the attention kernel that the case is about, and the time that the card's nominal
     rates would allow."""
     bandwidth = TARGETS[report["target"]][3]
-    kind = "mla_attention" if "DeepSeek" in report["case"] else None
-    wanted = [kind] if kind else ["paged_decode"] * ("prefill" not in report["case"])
-    wanted += ["paged_prefill"] * (kind is None and "decode" not in report["case"])
+    kinds = {"decode": ["paged_decode"], "prefill": ["paged_prefill"], "cascade": ["paged_cascade"]}
+    if "DeepSeek" in report["case"]:
+        wanted = ["mla_attention"]
+    else:
+        wanted = next((names for kind, names in kinds.items() if kind in report["case"]), list(ATTENTION))
     times = report["bytes"] / bandwidth * 1e6, report["flops"] / FLOPS * 1e6
     bound = f"{max(times):.0f} µs, {'memory' if times[0] > times[1] else 'products'}"
     return [

@@ -101,8 +101,9 @@ def paged_attention(
 
         interpret = interpreter_params() if chosen == "interpret" else None
         return paged_attention_mosaic(
-            q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks, interpret=interpret
-        )
+            q, k, v, pages, batch, spec,
+            deterministic=deterministic, cascade=cascade, sinks=sinks, interpret=interpret,
+        )  # fmt: skip
     if chosen == "reference":
         return paged_attention_reference(q, k, v, pages, batch, spec, sinks=sinks)
     return paged_attention_xla(q, k, v, pages, batch, spec, deterministic=deterministic, sinks=sinks)

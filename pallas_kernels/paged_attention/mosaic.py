@@ -12,8 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.kv_write.mosaic import write_kv
+from jaxserve.pallas_kernels.paged_attention.mosaic_cascade import (
+    SharedRuns,
+    find_runs,
+    lay_out_queries,
+    rows_per_tile,
+)
 from jaxserve.pallas_kernels.paged_attention.mosaic_decode import (
     DecodeBlocks,
+    SharedParts,
     combine_parts,
     decode_parts,
     padded_group,
@@ -24,6 +31,7 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_plan import (
     plan_decode,
     plan_prefill,
     query_lengths,
+    split_runs,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_prefill import PrefillBlocks, prefill, tile_tokens
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
@@ -55,7 +63,7 @@ def default_options(head_dim: int) -> MosaicOptions:
 
 
 # A program of its own inside the step: layers that are alike are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("spec", "deterministic", "options", "interpret"))
+@functools.partial(jax.jit, static_argnames=("spec", "deterministic", "cascade", "options", "interpret"))
 def paged_attention_mosaic(
     q: jax.Array,  # [T, H, D]
     k: jax.Array,  # [T, KV, D]
@@ -65,11 +73,15 @@ def paged_attention_mosaic(
     spec: AttentionSpec,
     *,
     deterministic: bool = False,
+    cascade: bool = True,
     sinks: jax.Array | None = None,  # [H] float32
     options: MosaicOptions | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [T, H, D] float32, pages).
+
+    With `cascade` rows that decode and share pages read them together; with a window each row's context begins
+    elsewhere, and none do.
 
     With `deterministic` the prefill kernel computes every row: a query's result depends on nothing but its own
     context there, while decode cuts a row's context by what else is in the batch.
@@ -86,7 +98,8 @@ def paged_attention_mosaic(
     if not deterministic:
         row = jnp.minimum(batch.row_of_token, batch.seq_len.shape[0] - 1)
         decodes = (query_lengths(batch) == 1)[row][:, None, None]
-        out = jnp.where(decodes, _decode(q, pages, batch, spec, sinks, options, interpret)[row], out)
+        decoded = _decode(q, pages, batch, spec, sinks, options, cascade, interpret)
+        out = jnp.where(decodes, decoded[row], out)
     is_used = jnp.arange(num_tokens) < batch.query_start[-1]
     return jnp.where(is_used[:, None, None], out, 0.0)[..., : spec.head_dim], pages
 
@@ -98,6 +111,7 @@ def _decode(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     options: MosaicOptions,
+    cascade: bool,
     interpret: Any,
 ) -> jax.Array:
     """[R, H, D] float32; anything for rows that do not decode."""
@@ -109,18 +123,52 @@ def _decode(
         "min_blocks": blocks.min_blocks,
     }
     max_items = max_decode_items(min(num_rows, q.shape[0]), -(-width * page_size // KEYS), **sizes)
-    plan = plan_decode(batch, window=spec.sliding_window, max_items=max_items, **sizes)
 
     token = jnp.minimum(batch.query_start[:-1], q.shape[0] - 1)
-    missing = padded_group(spec) - spec.group_size
     grouped = q[token].reshape(num_rows, kv_heads, spec.group_size, head_dim)
+    runs = shared = None
+    # One token at most decodes in a step of one; a group so large is a tall matrix by itself.
+    if cascade and not spec.sliding_window and min(q.shape[0], num_rows) > 1 and rows_per_tile(spec.group_size) > 1:
+        runs = find_runs(batch, page_size=page_size, group_size=spec.group_size)
+        shared = _shared_parts(grouped, pages, batch, spec, runs, options, interpret)
+    plan = plan_decode(
+        batch, window=spec.sliding_window, max_items=max_items, skipped=None if runs is None else runs.run, **sizes
+    )
+
+    missing = padded_group(spec) - spec.group_size
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, missing), (0, 0)))
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, spec.group_size), ((0, 0), (0, missing)))
     parts, lse = decode_parts(grouped, pages, batch.page_table, batch.seq_len, plan, spec, blocks, interpret=interpret)
-    out = combine_parts(parts, lse, plan.first_item, plan.num_items, sinks, interpret=interpret)
+    out = combine_parts(parts, lse, plan.first_item, plan.num_items, sinks, shared, interpret=interpret)
     out = out.swapaxes(2, 3)[:, :, : spec.group_size]
     return out.reshape(num_rows, spec.num_heads, head_dim)
+
+
+def _shared_parts(
+    q: jax.Array,  # [R, KV, G, D]
+    pages: jax.Array,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    runs: SharedRuns,
+    options: MosaicOptions,
+    interpret: Any,
+) -> SharedParts:
+    """The common runs of all groups, by the decode kernel: a tile of queries is one row, its context the run."""
+    kv_heads, page_size = pages.shape[1], pages.shape[3]
+    num_tiles, width = runs.leader.shape[0], batch.page_table.shape[1]
+    blocks = dataclasses.replace(options.decode, blocks_per_sm=1, stages=2)
+    sizes = {"target_items": -(-options.num_sms * blocks.waves // kv_heads), "min_blocks": blocks.min_blocks}
+    max_items = max_decode_items(num_tiles, -(-width * page_size // KEYS), **sizes)
+    plan = split_runs(runs.blocks, jnp.zeros_like(runs.blocks), max_items=max_items, **sizes)
+    table, length = batch.page_table[runs.leader], runs.blocks * KEYS
+    tiles = lay_out_queries(q, runs)
+    parts, lse = decode_parts(
+        tiles, pages, table, length, plan, spec, blocks, name="paged_cascade", interpret=interpret
+    )
+    tile = jnp.minimum(runs.tile, num_tiles - 1)
+    count = jnp.where(runs.run > 0, plan.num_items[tile], 0)
+    return SharedParts(parts, lse, plan.first_item[tile], count, runs.column)
 
 
 def _prefill(

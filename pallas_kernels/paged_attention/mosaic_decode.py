@@ -153,6 +153,7 @@ def decode_parts(
     spec: AttentionSpec,
     blocks: DecodeBlocks,
     *,
+    name: str = "paged_decode",
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Partial results of every item: (out [items, KV, D, N] float32, lse [items, KV, N] float32, base 2)."""
@@ -167,7 +168,7 @@ def decode_parts(
     free = plgpu.Barrier(num_barriers=blocks.stages)
     return launch(
         kernel,
-        "paged_decode",
+        name,
         interpret=interpret,
         out_type=(
             jax.ShapeDtypeStruct((num_items, kv_heads, head_dim, num_queries), jnp.float32),
@@ -192,8 +193,25 @@ def decode_parts(
     )(q, pages, page_table, seq_len, plan.items)
 
 
-def _combine_kernel(parts_ref, lse_ref, first_ref, count_ref, sinks_ref, out_ref, *, has_sinks: bool):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedParts:
+    """Parts that belong to several rows: row r's are the columns from column[r] on of num_items[r] items from
+    first_item[r] on.
+
+    parts [items, KV, D, tile] float32; lse [items, KV, tile] float32, base 2; the others [R] int32.
+    """
+
+    parts: jax.Array
+    lse: jax.Array
+    first_item: jax.Array
+    num_items: jax.Array
+    column: jax.Array
+
+
+def _combine_kernel(*refs, has_sinks: bool, has_shared: bool):
     # parts_ref [items, KV, D, N]; lse_ref [items, KV, N]; sinks_ref [KV, N] base 2; out_ref [R, KV, D, N].
+    parts_ref, lse_ref, first_ref, count_ref, sinks_ref, *shared_refs, out_ref = refs
     row, kv_head = lax.axis_index("row"), lax.axis_index("kv_head")
     first, count = first_ref[row], count_ref[row]
     layout = plgpu.Layout.WGMMA
@@ -202,11 +220,11 @@ def _combine_kernel(parts_ref, lse_ref, first_ref, count_ref, sinks_ref, out_ref
     def _merge():
         shape = parts_ref.shape[2:]
 
-        def merge(i, carry):
+        def merge(lse_ref, part_ref, carry):
             acc, m, norm = carry
             # Not whole cache lines per warp when N is small: the loads are still whole 32-byte sectors.
-            lse = plgpu.load(lse_ref.at[first + i, kv_head], layout=layout.reduce(0), optimized=False)
-            part = plgpu.load(parts_ref.at[first + i, kv_head], layout=layout, optimized=False)
+            lse = plgpu.load(lse_ref, layout=layout.reduce(0), optimized=False)
+            part = plgpu.load(part_ref, layout=layout, optimized=False)
             m_new = jnp.maximum(m, lse)
             alpha, weight = jnp.exp2(m - m_new), jnp.exp2(lse - m_new)
             acc = acc * lax.broadcast_in_dim(alpha, shape, [1]) + part * lax.broadcast_in_dim(weight, shape, [1])
@@ -219,7 +237,24 @@ def _combine_kernel(parts_ref, lse_ref, first_ref, count_ref, sinks_ref, out_ref
             m = plgpu.layout_cast(jnp.full(shape[1:], LOWEST, jnp.float32), layout.reduce(0))
             norm = plgpu.layout_cast(jnp.zeros(shape[1:], jnp.float32), layout.reduce(0))
         acc = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        acc, _, norm = lax.fori_loop(0, count, merge, (acc, m, norm))
+        carry = acc, m, norm
+        if has_shared:
+            shared_parts_ref, shared_lse_ref, *index_refs = shared_refs
+            shared_first, shared_count, column = (ref[row] for ref in index_refs)
+            columns = pl.ds(column, shape[1])
+
+            def merge_shared(i, carry):
+                at = shared_first + i
+                return merge(
+                    shared_lse_ref.at[at, kv_head, columns], shared_parts_ref.at[at, kv_head, :, columns], carry
+                )
+
+            carry = lax.fori_loop(0, shared_count, merge_shared, carry)
+
+        def merge_own(i, carry):
+            return merge(lse_ref.at[first + i, kv_head], parts_ref.at[first + i, kv_head], carry)
+
+        acc, _, norm = lax.fori_loop(0, count, merge_own, carry)
         plgpu.store(out_ref.at[row, kv_head], acc * lax.broadcast_in_dim(1.0 / norm, shape, [1]), optimized=False)
 
 
@@ -229,16 +264,18 @@ def combine_parts(
     first_item: jax.Array,  # [R] int32
     num_items: jax.Array,  # [R] int32
     sinks: jax.Array | None,  # [KV, N] float32, natural logarithm
+    shared: SharedParts | None = None,
     *,
     interpret: Any = None,
 ) -> jax.Array:
-    """Merge the items of each row, in their order. [R, KV, D, N] float32; rows without items are not written."""
+    """Merge the items of each row, in their order, behind those of `shared`. [R, KV, D, N] float32; rows without
+    items of their own are not written."""
     num_rows, (_, kv_heads, head_dim, num_queries) = first_item.shape[0], parts.shape
     has_sinks = sinks is not None
     scaled = jnp.zeros((kv_heads, num_queries), jnp.float32) if sinks is None else sinks * LOG2E
 
     def kernel(*refs):
-        _combine_kernel(*refs, has_sinks=has_sinks)
+        _combine_kernel(*refs, has_sinks=has_sinks, has_shared=shared is not None)
 
     return launch(
         kernel,
@@ -248,4 +285,4 @@ def combine_parts(
         grid=(num_rows, kv_heads),
         grid_names=("row", "kv_head"),
         num_threads=1,
-    )(parts, lse, first_item, num_items, scaled)
+    )(parts, lse, first_item, num_items, scaled, *jax.tree.leaves(shared))

@@ -36,15 +36,24 @@ def query_lengths(batch: RaggedBatch) -> jax.Array:
     return jnp.diff(batch.query_start)
 
 
-def plan_decode(batch: RaggedBatch, *, window: int, target_items: int, min_blocks: int, max_items: int) -> DecodePlan:
+def plan_decode(
+    batch: RaggedBatch,
+    *,
+    window: int,
+    target_items: int,
+    min_blocks: int,
+    max_items: int,
+    skipped: jax.Array | None = None,  # [R] int32
+) -> DecodePlan:
     """Cut the context of every row that decodes into runs of blocks.
 
     The run length makes about `target_items` runs of the whole batch (the number that fills the GPU, per kv head),
     and is at least `min_blocks`; a row is cut into equal runs. max_items: length of the table, see
-    `max_decode_items`.
+    `max_decode_items`. skipped: blocks at the beginning of each row that are computed elsewhere; at least one remains.
     """
     decodes = query_lengths(batch) == 1
     lower = jnp.maximum(batch.seq_len - window, 0) // KEYS if window else jnp.zeros_like(batch.seq_len)
+    lower = lower if skipped is None else jnp.maximum(lower, skipped)
     blocks = jnp.where(decodes, _cdiv(batch.seq_len, KEYS) - lower, 0)
     return split_runs(blocks, lower, target_items=target_items, min_blocks=min_blocks, max_items=max_items)
 

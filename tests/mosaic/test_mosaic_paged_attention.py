@@ -7,47 +7,19 @@ in use, slots of used pages that were never written, queries and keys of padding
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixed_size import Sizes, assert_close, compiled_call, make_fixed
+from attention_steps import SPLIT, Shape, assert_right, make, run, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params, races_raise
-from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape
-from jaxserve.pallas_kernels.paged_attention.mosaic import MosaicOptions, default_options, paged_attention_mosaic
 from ragged_cases import Case, Row
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What is static in one program."""
-
-    spec: AttentionSpec
-    page_size: int
-    dtype: str = "bfloat16"
-    tokens: int = 120
-    context: int = 448
-    options: MosaicOptions | None = None
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.page_size, self.tokens, context=self.context)
-
-
-def spec(heads: int, kv_heads: int, head_dim: int, **fields) -> AttentionSpec:
-    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, **fields)
-
-
-# Runs of two blocks of 64 keys, so that rows of a few hundred tokens are split and merged.
-SPLIT = dataclasses.replace(
-    default_options(64), decode=dataclasses.replace(default_options(64).decode, min_blocks=2, stages=2)
-)
 SHAPES = {
     "gqa4": Shape(spec(4, 1, 64), 16, options=SPLIT),
     "mha-window-sinks": Shape(spec(2, 2, 64, sliding_window=70, has_sinks=True), 32, options=SPLIT),
@@ -58,43 +30,6 @@ SHAPES = {
         spec(5, 1, 80, sliding_window=130, logit_softcap=20.0, has_sinks=True), 128, "float16", options=SPLIT
     ),
 }
-
-
-@functools.cache
-def step_of(shape: Shape, deterministic: bool):
-    def step(q, k, v, pages, batch, sinks):
-        return paged_attention_mosaic(
-            q, k, v, pages, batch, shape.spec, deterministic=deterministic, sinks=sinks, options=shape.options,
-            interpret=interpreter_params(detect_races=True),
-        )  # fmt: skip
-
-    return step
-
-
-def make(shape: Shape, rows: list[Row], seed: int) -> Case:
-    return make_fixed(shape.spec, shape.sizes, rows, seed, shape.dtype)
-
-
-def run(shape: Shape, case: Case, *, deterministic: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(out, pages as [page, token, 2, KV, D])."""
-    pages = case.token_pages.transpose(0, 3, 2, 1, 4)
-    wanted = page_array_shape(shape.spec, shape.sizes.num_pages, shape.page_size, "mosaic")
-    pages = np.pad(pages, [(0, 0)] * 4 + [(0, wanted[-1] - pages.shape[-1])])
-    assert pages.shape == wanted
-    with races_raise():
-        arguments = (case.q, case.k, case.v, pages, case.batch, case.sinks)
-        out, pages = (np.asarray(x) for x in compiled_call(step_of(shape, deterministic), arguments))
-    return out, pages[..., : shape.spec.head_dim].transpose(0, 3, 2, 1, 4)
-
-
-def assert_right(case: Case, out: np.ndarray, pages: np.ndarray) -> None:
-    total = sum(row.new for row in case.rows)
-    assert np.isfinite(out).all()
-    assert not out[total:].any()
-    assert pages.tobytes() == case.written_pages().tobytes()
-    if total:
-        assert_close(out[:total], case.oracle()[:total])
-
 
 rows_of_a_step = (
     st.lists(
