@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_compile.py                    # every case, each in a process of its own
     python benchmarks/gpu_compile.py --only decode      # cases whose name contains the word
-    python benchmarks/gpu_compile.py --table            # the rows of the table in docs/kernels.md
+    python benchmarks/gpu_compile.py --table            # the rows of the table in docs/kernels.md, one program a layer
 
 XLA's and Mosaic's whole pipelines run against the described device down to PTX; ptxas gives registers and spills,
 nvdisasm the instructions. Nothing is executed: numerics are the interpreter's part, speed a card's. Needs Python
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ TARGETS = {
 FLOPS = 989e12
 SMEM_PER_SM, SMEM_PER_BLOCK = 233472, 232448
 ATTENTION = ("paged_decode", "paged_cascade", "paged_prefill", "mla_attention")
+PRODUCTS = ("grouped_matmul",)
 COUNTED = ("HGMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDG.128", "LDG", "STG", "LDL", "STL")
 
 
@@ -178,13 +180,13 @@ def check(case_name: str, target: str) -> dict[str, Any]:
             import gpu_steps
 
             function, arguments, donate, pool = gpu_steps.make(case_name)
-            needs, flops, moved = ("HGMMA", "UTMALDG"), 0, 0
+            needs = ("HGMMA", "UTMALDG")
         else:
             import gpu_cases
 
             (case,) = [case for case in gpu_cases.all_cases() if case.name == case_name]
             function, arguments, donate = case.function, case.abstract_arguments(), (len(case.arrays),)
-            pool, needs, flops, moved = case.pages, case.needs, case.flops, case.bytes
+            pool, needs = case.pages, case.needs
         compiled = compile_for(target, function, arguments, donate)
         memory = compiled.memory_analysis()
         import jax
@@ -193,7 +195,6 @@ def check(case_name: str, target: str) -> dict[str, Any]:
         report = {
             "case": case_name, "target": target, "jax": jax.__version__, "kernels": kernels(Path(folder)),
             "temporaries": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes, "pool": pool_bytes,
-            "flops": flops, "bytes": moved,
         }  # fmt: skip
     report["problems"] = problems(report, needs)
     return report
@@ -206,10 +207,10 @@ def problems(report: dict[str, Any], needs: tuple[str, ...]) -> list[str]:
         for k in report["kernels"]
         if k["shared_memory"] > SMEM_PER_BLOCK
     ]
-    attention = [k for k in report["kernels"] if k["name"] in ATTENTION]
-    if not attention:
+    checked = [k for k in report["kernels"] if k["name"] in ATTENTION + PRODUCTS]
+    if not any(k["name"] in ATTENTION for k in checked):
         found.append("no attention kernel came out of the compiler")
-    for kernel in attention:
+    for kernel in checked:
         found += [f"{kernel['name']}: no {op}" for op in needs if op not in kernel["instructions"]]
         if not kernel["proxy_fences"]:
             found.append(f"{kernel['name']}: no fence between stores to shared memory and what reads them")
@@ -235,23 +236,45 @@ def show(report: dict[str, Any]) -> None:
         print(f"       {problem}")
 
 
-def table_rows(report: dict[str, Any]) -> list[str]:
-    """Rows for docs/kernels.md: the attention kernel that the case is about, and the time that the card's nominal
-    rates would allow."""
+def table_rows(report: dict[str, Any], cases: Sequence[Any]) -> list[str]:
+    """Rows for docs/kernels.md, one per case that consists of the kernels of this report: the kernel that it is about,
+    and the time that the card's nominal rates would allow."""
     bandwidth = TARGETS[report["target"]][3]
-    kinds = {"decode": ["paged_decode"], "prefill": ["paged_prefill"], "cascade": ["paged_cascade"]}
-    if "DeepSeek" in report["case"]:
-        wanted = ["mla_attention"]
-    else:
-        wanted = next((names for kind, names in kinds.items() if kind in report["case"]), list(ATTENTION))
-    times = report["bytes"] / bandwidth * 1e6, report["flops"] / FLOPS * 1e6
-    bound = f"{max(times):.0f} µs, {'memory' if times[0] > times[1] else 'products'}"
-    return [
-        f"| {report['case']} | {k['name']} | {k['registers']} | {k['shared_memory']:,} | {k['blocks_per_sm']} | "
-        f"{k['instructions'].get('HGMMA', 0)} | {k['instructions'].get('UTMALDG', 0)} | {bound} |"
-        for k in report["kernels"]
-        if k["name"] in wanted
-    ]
+    rows = []
+    for case in cases:
+        times = case.bytes / bandwidth * 1e6, case.flops / FLOPS * 1e6
+        bound = f"{max(times):.0f} µs, {'memory' if times[0] > times[1] else 'products'}"
+        rows += [
+            f"| {case.name} | {k['name']} | {k['registers']} | {k['shared_memory']:,} | {k['blocks_per_sm']} | "
+            f"{k['instructions'].get('HGMMA', 0)} | {k['instructions'].get('UTMALDG', 0)} | {bound} |"
+            for k in report["kernels"]
+            if k["name"] in ("mla_attention", _attention_kernel(case))
+        ]
+    return rows
+
+
+def _attention_kernel(case: Any) -> str:
+    """The kernel that a case is about; none for a mixed batch."""
+    work = case.work
+    if work.decodes and work.chunks:
+        return ""
+    return "paged_prefill" if work.chunks else "paged_cascade" if work.shared else "paged_decode"
+
+
+def _programs(options: argparse.Namespace) -> list[tuple[str, list[Any]]]:
+    """(name of what is compiled, the cases that it shows). For the table, one for all steps of one layer: their
+    programs differ in the sizes of their arrays and hold the same kernels."""
+    import gpu_cases
+
+    cases = gpu_cases.all_cases()
+    programs = [(case.name, [case]) for case in cases]
+    if options.table:
+        layers: dict[Any, list[Any]] = {}
+        for case in cases:
+            layers.setdefault((case.spec, case.page_size, str(case.pages.dtype)), []).append(case)
+        programs = [(group[0].name, group) for group in layers.values()]
+    programs += [(f"step {name}", []) for name in ("Llama-3-8B", "Qwen3-30B-A3B") if options.steps]
+    return [(name, cases) for name, cases in programs if options.only.lower() in name.lower()]
 
 
 def main() -> int:
@@ -268,22 +291,18 @@ def main() -> int:
     if options.case:
         print(json.dumps(check(options.case, options.target)))
         return 0
-    import gpu_cases
-
-    names = [case.name for case in gpu_cases.all_cases()]
-    names += [f"step {name}" for name in ("Llama-3-8B", "Qwen3-30B-A3B")] if options.steps else []
     failed = 0
-    for name in [name for name in names if options.only.lower() in name.lower()]:
+    for name, cases in _programs(options):
         command = [sys.executable, __file__, "--target", options.target, "--case", name]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            print(f"FAIL {name}: does not compile\n{done.stderr[-3000:]}")
+            print(f"FAIL {name}: does not compile\n{done.stderr[-3000:]}", flush=True)
             failed += 1
             continue
         report = json.loads(done.stdout.splitlines()[-1])
         failed += bool(report["problems"])
-        if options.table and not report["problems"]:
-            print(*table_rows(report), sep="\n", flush=True)
+        if options.table and cases and not report["problems"]:
+            print(*table_rows(report, cases), sep="\n", flush=True)
         else:
             show(report)
     return 1 if failed else 0

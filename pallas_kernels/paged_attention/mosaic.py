@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_cascade import (
     find_runs,
     lay_out_queries,
     rows_per_tile,
+    tile_queries,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_decode import (
     DecodeBlocks,
@@ -128,9 +129,11 @@ def _decode(
     grouped = q[token].reshape(num_rows, kv_heads, spec.group_size, head_dim)
     runs = shared = None
     # One token at most decodes in a step of one; a group so large is a tall matrix by itself.
-    if cascade and not spec.sliding_window and min(q.shape[0], num_rows) > 1 and rows_per_tile(spec.group_size) > 1:
-        runs = find_runs(batch, page_size=page_size, group_size=spec.group_size)
-        shared = _shared_parts(grouped, pages, batch, spec, runs, options, interpret)
+    queries = tile_queries(head_dim)
+    has_tiles = rows_per_tile(spec.group_size, queries) > 1
+    if cascade and not spec.sliding_window and min(q.shape[0], num_rows) > 1 and has_tiles:
+        runs = find_runs(batch, page_size=page_size, group_size=spec.group_size, queries=queries)
+        shared = _shared_parts(lay_out_queries(grouped, runs, queries), pages, batch, spec, runs, options, interpret)
     plan = plan_decode(
         batch, window=spec.sliding_window, max_items=max_items, skipped=None if runs is None else runs.run, **sizes
     )
@@ -146,7 +149,7 @@ def _decode(
 
 
 def _shared_parts(
-    q: jax.Array,  # [R, KV, G, D]
+    q: jax.Array,  # [tiles, KV, queries, D]
     pages: jax.Array,
     batch: RaggedBatch,
     spec: AttentionSpec,
@@ -162,10 +165,7 @@ def _shared_parts(
     max_items = max_decode_items(num_tiles, -(-width * page_size // KEYS), **sizes)
     plan = split_runs(runs.blocks, jnp.zeros_like(runs.blocks), max_items=max_items, **sizes)
     table, length = batch.page_table[runs.leader], runs.blocks * KEYS
-    tiles = lay_out_queries(q, runs)
-    parts, lse = decode_parts(
-        tiles, pages, table, length, plan, spec, blocks, name="paged_cascade", interpret=interpret
-    )
+    parts, lse = decode_parts(q, pages, table, length, plan, spec, blocks, name="paged_cascade", interpret=interpret)
     tile = jnp.minimum(runs.tile, num_tiles - 1)
     count = jnp.where(runs.run > 0, plan.num_items[tile], 0)
     return SharedParts(parts, lse, plan.first_item[tile], count, runs.column)

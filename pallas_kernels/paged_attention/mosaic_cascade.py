@@ -19,7 +19,6 @@ from jax import lax
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import KEYS, query_lengths
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
-TILE_QUERIES = 64  # queries of one tile: the N of its products
 _COLUMNS = 8  # a row's columns are merged in whole runs of as many
 # Blocks of 64 keys that a group must save. A part of a row with up to 8 query heads per kv head is [D, 8] float32,
 # written once and read once: a quarter of a block of keys and values.
@@ -45,10 +44,15 @@ class SharedRuns:
     blocks: jax.Array
 
 
-def rows_per_tile(group_size: int) -> int:
+def tile_queries(head_dim: int) -> int:
+    """Queries of one tile, the N of its products: what shared memory and registers hold. head_dim: padded."""
+    return 64 if head_dim <= 128 else 32
+
+
+def rows_per_tile(group_size: int, queries: int) -> int:
     """Rows whose queries one tile holds. Also the last row's runs of columns lie inside."""
     padded = -(-group_size // _COLUMNS) * _COLUMNS
-    return max(0, (TILE_QUERIES - padded) // group_size + 1)
+    return max(0, (queries - padded) // group_size + 1)
 
 
 def max_tiles(num_rows: int) -> int:
@@ -56,7 +60,7 @@ def max_tiles(num_rows: int) -> int:
     return max(1, 2 * num_rows // 3)
 
 
-def find_runs(batch: RaggedBatch, *, page_size: int, group_size: int) -> SharedRuns:
+def find_runs(batch: RaggedBatch, *, page_size: int, group_size: int, queries: int) -> SharedRuns:
     """Group the rows that decode: those that share their first page with a row that is no shorter, their leader.
 
     A group's run is the one that saves most, rows beyond the leader times blocks. A row that shares less than that
@@ -87,7 +91,7 @@ def find_runs(batch: RaggedBatch, *, page_size: int, group_size: int) -> SharedR
     earlier = in_group & (leader[:, None] == leader) & (row < row[:, None])
     place = (earlier & in_group[:, None]).sum(axis=1)
     size = jnp.zeros(num_rows, jnp.int32).at[leader].add(in_group.astype(jnp.int32))  # of a leader
-    per_tile, count = rows_per_tile(group_size), max_tiles(num_rows)
+    per_tile, count = rows_per_tile(group_size, queries), max_tiles(num_rows)
     num_tiles = -(-size // per_tile)
     first_tile = jnp.cumsum(num_tiles) - num_tiles
     tile = jnp.where(in_group, first_tile[leader] + place // per_tile, count).astype(jnp.int32)
@@ -99,11 +103,11 @@ def find_runs(batch: RaggedBatch, *, page_size: int, group_size: int) -> SharedR
     )  # fmt: skip
 
 
-def lay_out_queries(q: jax.Array, runs: SharedRuns) -> jax.Array:
-    """q [R, KV, G, D] -> [tiles, KV, TILE_QUERIES, D], zeros where no row's queries lie."""
+def lay_out_queries(q: jax.Array, runs: SharedRuns, queries: int) -> jax.Array:
+    """q [R, KV, G, D] -> [tiles, KV, queries, D], zeros where no row's queries lie."""
     num_rows, kv_heads, group_size, head_dim = q.shape
     column = runs.column[:, None] + jnp.arange(group_size)
-    source = jnp.full((runs.leader.shape[0], TILE_QUERIES), num_rows * group_size, jnp.int32)
+    source = jnp.full((runs.leader.shape[0], queries), num_rows * group_size, jnp.int32)
     flat_index = jnp.arange(num_rows * group_size, dtype=jnp.int32).reshape(num_rows, group_size)
     source = source.at[runs.tile[:, None], column].set(flat_index, mode="drop")
     flat = q.swapaxes(1, 2).reshape(num_rows * group_size, kv_heads, head_dim)

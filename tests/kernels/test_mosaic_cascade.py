@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.paged_attention.mosaic_cascade import (
     MIN_SAVED_BLOCKS,
-    TILE_QUERIES,
     find_runs,
     lay_out_queries,
     max_tiles,
     rows_per_tile,
+    tile_queries,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import KEYS
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 # Fixed sizes, so that nothing is compiled anew for each example.
-NUM_ROWS, WIDTH, PAGE_SIZE, GROUP = 14, 40, 32, 12
-find = jax.jit(find_runs, static_argnames=("page_size", "group_size"))
+NUM_ROWS, WIDTH, PAGE_SIZE, GROUP, QUERIES = 14, 40, 32, 12, 64
+find = jax.jit(find_runs, static_argnames=("page_size", "group_size", "queries"))
 
 
 def batch_of(rows: list[tuple[int, int, int, int]]) -> RaggedBatch:
@@ -69,7 +69,7 @@ def saved_by_search(table: np.ndarray, whole: np.ndarray) -> int:
 @given(rows=rows)
 def test_groups(rows):
     batch = batch_of(rows)
-    runs = jax.tree.map(np.asarray, find(batch, page_size=PAGE_SIZE, group_size=GROUP))
+    runs = jax.tree.map(np.asarray, find(batch, page_size=PAGE_SIZE, group_size=GROUP, queries=QUERIES))
     table, new = np.asarray(batch.page_table), np.diff(np.asarray(batch.query_start))
     whole = np.where(new == 1, np.maximum(np.asarray(batch.seq_len) - 1, 0) // KEYS, 0)
     assert (runs.run <= whole).all()
@@ -82,7 +82,7 @@ def test_groups(rows):
         assert tile < count and runs.blocks[tile] == runs.run[r]
         pages = -(-int(runs.run[r]) * KEYS // PAGE_SIZE)
         assert (table[r, :pages] == table[runs.leader[tile], :pages]).all()
-        assert column % GROUP == 0 and column + 16 <= TILE_QUERIES
+        assert column % GROUP == 0 and column + 16 <= QUERIES
         assert (tile, column) not in places
         places.add((tile, column))
     used = {tile for tile, _ in places}
@@ -94,11 +94,11 @@ def test_groups(rows):
 
 def test_queries_lie_where_the_runs_say():
     batch = batch_of([(1, 20, 2, 1)] * 6 + [(0, 0, 5, 1)])
-    runs = find(batch, page_size=PAGE_SIZE, group_size=GROUP)
+    runs = find(batch, page_size=PAGE_SIZE, group_size=GROUP, queries=QUERIES)
     assert np.asarray(runs.run).tolist() == [10] * 6 + [0] * 8
-    assert rows_per_tile(GROUP) == 5  # 4 of 12 columns each, and 16 for the last
+    assert rows_per_tile(GROUP, QUERIES) == 5  # 4 of 12 columns each, and 16 for the last
     q = np.random.default_rng(0).standard_normal((NUM_ROWS, 2, GROUP, 3)).astype(np.float32)
-    tiles = np.asarray(lay_out_queries(jnp.asarray(q), runs))
+    tiles = np.asarray(lay_out_queries(jnp.asarray(q), runs, QUERIES))
     expected = np.zeros_like(tiles)
     for r in range(6):
         expected[r // 5, :, r % 5 * GROUP : (r % 5 + 1) * GROUP] = q[r]
@@ -106,4 +106,6 @@ def test_queries_lie_where_the_runs_say():
 
 
 def test_which_groups_have_a_tile():
-    assert [rows_per_tile(group) for group in (1, 4, 8, 16, 32, 64)] == [57, 15, 8, 4, 2, 1]
+    assert [rows_per_tile(group, 64) for group in (1, 4, 8, 16, 32, 64)] == [57, 15, 8, 4, 2, 1]
+    assert [rows_per_tile(group, 32) for group in (1, 4, 8, 16, 32, 64)] == [25, 7, 4, 2, 1, 0]
+    assert [tile_queries(head_dim) for head_dim in (64, 128, 256)] == [64, 64, 32]

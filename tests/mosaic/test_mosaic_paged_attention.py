@@ -30,7 +30,6 @@ SHAPES = {
         spec(5, 1, 80, sliding_window=130, logit_softcap=20.0, has_sinks=True), 128, "float16", options=SPLIT
     ),
 }
-
 rows_of_a_step = (
     st.lists(
         st.one_of(
