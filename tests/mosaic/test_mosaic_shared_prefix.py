@@ -42,6 +42,7 @@ def shared_tokens(shape: Shape):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(
@@ -61,6 +62,7 @@ def test_rows_of_one_prompt(name, lengths, common, chunk, seed):
     assert_right(case, *run(shape, case, cascade=True))
 
 
+@pytest.mark.slow
 def test_two_prompts_and_rows_of_none():
     shape = SHAPES["gqa4"]
     case = make(shape, [Row(300, 1), Row(70, 1), Row(447, 1), Row(320, 1), Row(384, 1), Row(311, 1)], 5)
