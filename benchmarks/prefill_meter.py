@@ -56,12 +56,12 @@ class PrefillMeter:
         self._submit(message, take)
 
     def _watch_steps(self, engine: Any) -> None:
-        runner, sequences = engine._runner, engine.scheduler._sequences
+        runner, find = engine._runner, engine.scheduler.find
         dispatch = runner.dispatch
 
         def watched(decision: Any) -> Any:
             for row in decision.rows[decision.num_decodes :]:
-                end = min(row.start + row.num_tokens, sequences[row.request_id].num_prompt)
+                end = min(row.start + row.num_tokens, find(row.request_id).num_prompt_tokens)
                 self.computed += max(end - row.start, 0)
             return dispatch(decision)
 
