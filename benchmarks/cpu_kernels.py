@@ -16,11 +16,13 @@ import platform
 import time
 from collections.abc import Callable
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear, linear_xla
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
@@ -150,6 +152,11 @@ def bench_cascade(num_rows: int, shared: int, own: int, rounds: int) -> None:
         )
 
 
+def _as_q4_1(w: jax.Array) -> QuantizedWeight:
+    codes = gguf.quants.quantize(np.asarray(w, np.float32), gguf.GGMLQuantizationType.Q4_1)
+    return QuantizedWeight(jnp.asarray(codes), "q4_1", w.shape)
+
+
 def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
     weights = [
         [(jax.random.normal(jax.random.key(i), shape) * 0.05).astype(dtype) for i, shape in enumerate(LAYER_SHAPES)]
@@ -167,24 +174,27 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
 
         return jax.jit(run)
 
-    forms = {"xla": linear_xla}
+    forms: dict[str, tuple[Callable[..., jax.Array], list]] = {"xla": (linear_xla, weights)}
     if cpu_ffi_available()[0]:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul.cpu_ffi import linear_cpu
         from jaxserve.pallas_kernels.matmul.cpu_ffi_tiles import linear_tiles
 
         if dtype == "bfloat16" and has_bf16_tiles():
-            forms["tiles"] = linear_tiles
-        forms |= {"cpu_ffi": linear_cpu, "linear()": lambda x, w: linear(x, w, backend="cpu_ffi")}
-    steps = {name: chain(product) for name, product in forms.items()}
+            forms["tiles"] = linear_tiles, weights
+            stored = [[_as_q4_1(w) for w in layer] for layer in weights]
+            forms["q4_1 tiles"] = linear_tiles, stored
+        forms["cpu_ffi"] = linear_cpu, weights
+        forms["linear()"] = (lambda x, w: linear(x, w, backend="cpu_ffi")), weights
+    steps = {name: (chain(product), values) for name, (product, values) in forms.items()}
     for num_rows in rows:
         x = jnp.ones((num_rows, 576)) * 0.1
-        calls = {name: (lambda step=step, x=x: step(x, weights)) for name, step in steps.items()}
+        calls = {name: (lambda step=step, x=x, w=w: step(x, w)) for name, (step, w) in steps.items()}
         times = median_seconds(calls, rounds)
         for name, seconds in times.items():
             print(
-                f"linear {num_rows:3d} rows  {dtype:8s} {name:8s} {seconds * 1e3:8.2f} ms"
-                f"  {weight_bytes / seconds / 1e9:5.1f} GB/s of weights"
+                f"linear {num_rows:3d} rows  {dtype:8s} {name:10s} {seconds * 1e3:8.2f} ms"
+                f"  {sum(w.nbytes for w in jax.tree.leaves(forms[name][1])) / seconds / 1e9:5.1f} GB/s of weights"
                 f"  {weight_bytes / jnp.dtype(dtype).itemsize * 2 * num_rows / seconds / 1e9:6.1f} GFLOP/s"
                 f"  {times['xla'] / seconds:5.2f} x xla"
             )

@@ -26,4 +26,5 @@ class SignalledServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def on_signal(self, number: int) -> None:
+        """What a signal does, which each server says for itself."""
         raise NotImplementedError

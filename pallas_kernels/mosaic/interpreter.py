@@ -35,11 +35,11 @@ def races_raise() -> Iterator[None]:
 def compile_once() -> None:
     """Make the interpreter compile a kernel's body once, not once per warpgroup and block: many times faster.
 
-    JAX 0.12 lowers and compiles the same program anew for every simulated thread. Does nothing where a later
-    version has another structure.
+    JAX 0.12 lowers and compiles the same program anew for every simulated thread, and has no public name for where
+    it does: for tests only. Does nothing where a later version has another structure.
     """
     try:
-        from jax._src.pallas.mosaic.interpret import thread_map  # no public name for it
+        from jax._src.pallas.mosaic.interpret import thread_map
     except ImportError:
         return
     if not hasattr(thread_map, "_run_jaxpr") or not hasattr(thread_map, "_run"):
