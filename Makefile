@@ -49,7 +49,7 @@ help:  ## what can be made
 	@echo "make lint | format | clean | distclean"
 
 serve: $(SERVE_READY)
-	$(BIN)/jaxserve serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
+	exec $(BIN)/jaxserve serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

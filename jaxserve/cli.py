@@ -67,17 +67,11 @@ def serve(
         from jaxserve.host_process import supervise
 
         raise typer.Exit(supervise(config))
-    settings = ServerSettings(**server)
     if replicas > 1:
-        parsers = {name: getattr(settings, name) for name in ("tool_call_parser", "reasoning_parser")}
-        status = serve_replicas(
-            config, {"served_model_name": settings.served_model_name, **parsers}, count=replicas, policy=route,
-            host=settings.host, port=settings.port, api_keys=list(settings.api_keys),
-        )  # fmt: skip
-        raise typer.Exit(status)
+        raise typer.Exit(serve_replicas(config, server, count=replicas, policy=route))
     from jaxserve.server.app import run_server
 
-    raise typer.Exit(run_server(config, settings))
+    raise typer.Exit(run_server(config, ServerSettings(**server)))
 
 
 @app.command("run-batch")
@@ -109,16 +103,22 @@ def router(
         list[str] | None, typer.Option(help="A key that clients must send; passed on to workers.")
     ] = None,
     worker_key: Annotated[
-        str | None, typer.Option(help="Key for the router's own questions to workers.", envvar="JAXSERVE_WORKER_KEY")
+        str | None,
+        typer.Option(
+            help="Key for the router's own questions to workers: their admin key.", envvar="JAXSERVE_WORKER_KEY"
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A host name that requests may be for (see: serve).")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose web pages may use the API, or *; repeatable.")
     ] = None,
 ) -> None:
     """Serve many servers as one: requests go where their prefix is cached, unless load is out of balance."""
     status = run_router_command(
         routing, workers=workers or [], host=host, port=port, api_keys=api_key or [], worker_key=worker_key,
-        allowed_hosts=allowed_host or [],
+        allowed_hosts=allowed_host or [], cors_origins=cors_origin or [],
     )  # fmt: skip
     raise typer.Exit(status)
 

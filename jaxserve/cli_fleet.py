@@ -45,6 +45,11 @@ class RoutingOptions:
         float, typer.Option(help="Seconds until an answer begins; then another worker is tried.")
     ] = 600.0
 
+    ssl_certfile: Annotated[str | None, typer.Option(help="PEM file: serve HTTPS.")] = None
+    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM file with the key of --ssl-certfile.")] = None
+    log_format: Annotated[str, typer.Option(help="text, or json: one JSON object a line.")] = "text"
+    max_connections: Annotated[int, typer.Option(help="Open connections; more are answered with 503.")] = 16384
+
     def fields(self) -> dict[str, Any]:
         """For RouterSettings(**...)."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -59,6 +64,7 @@ def run_router_command(
     api_keys: list[str],
     worker_key: str | None,
     allowed_hosts: list[str],
+    cors_origins: list[str],
 ) -> int:
     """Serve the router; returns the exit status. Raises ValueError for bad options."""
     from jaxserve.server.router.app import run_router
@@ -71,32 +77,21 @@ def run_router_command(
         api_keys=tuple(api_keys),
         worker_key=worker_key,
         allowed_hosts=tuple(allowed_hosts),
+        cors_origins=tuple(cors_origins),
         **options.fields(),
     )
     return run_router(settings)
 
 
-def serve_replicas(
-    config: EngineConfig, server: dict[str, Any], *, count: int, policy: str, host: str, port: int, api_keys: list[str]
-) -> int:
-    """Serve `count` engines behind a router; returns the exit status. server: fields of ServerSettings."""
+def serve_replicas(config: EngineConfig, server: dict[str, Any], *, count: int, policy: str) -> int:
+    """Serve `count` engines behind a router; returns the exit status. server: fields of ServerSettings. Raises
+    ValueError for those that replicas cannot keep."""
     from jaxserve.server.router.app import run_router
-    from jaxserve.server.router.replicas import ReplicaPlan
-    from jaxserve.server.router.settings import RouterSettings
+    from jaxserve.server.router.replicas import plan_replicas
     from jaxserve.server.settings import ServerSettings
 
-    plan = ReplicaPlan(config, ServerSettings(api_keys=tuple(api_keys), **server), count)
-    settings = RouterSettings(
-        host=host,
-        port=port,
-        policy=policy,
-        prefix_source="events" if config.kv_events and policy == "cache_aware" else "guess",
-        tokenizer=config.model if config.kv_events else None,
-        api_keys=tuple(api_keys),
-        worker_key=api_keys[0] if api_keys else None,
-        admin_key=os.environ.get("JAXSERVE_ADMIN_KEY") or None,
-    )
-    return run_router(settings, plan)
+    admin_key = os.environ.get("JAXSERVE_ADMIN_KEY") or None
+    return run_router(*plan_replicas(config, ServerSettings(**server), count=count, policy=policy, admin_key=admin_key))
 
 
 def deploy_ray(path: Path) -> None:

@@ -22,7 +22,7 @@ from jaxserve.server.engine_client import EngineClient, EngineState
 from jaxserve.server.errors import unavailable
 from jaxserve.server.generation import Server
 from jaxserve.server.http_protocol import bounded, raise_file_limit
-from jaxserve.server.limits import HostRules, RateLimits, hosts_of
+from jaxserve.server.limits import CORS_OPTIONS, HostRules, RateLimits, hosts_of
 from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.observe import Observe
 from jaxserve.server.openapi import install
@@ -123,13 +123,7 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
         )
     app.add_middleware(ApiKeys, keys=settings.api_keys, admin_key=settings.admin_api_key)
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
-        )
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS_OPTIONS)
     hosts = hosts_of(settings.host, settings.allowed_hosts, has_keys=bool(settings.api_keys))
     if hosts:
         app.add_middleware(HostRules, hosts=hosts)

@@ -14,8 +14,8 @@ DIGEST_PREFIX = "sha256:"
 
 # Liveness, readiness and the static page. Anything else, also a path that does not exist, asks for a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/web/chat.css", "/web/chat.js", "/web/icon.svg"})
-# What concerns all clients.
-ADMIN_PATHS = frozenset({"/flush_cache", "/server_info", "/get_server_info"})
+# What concerns all clients, or tells of their prompts.
+ADMIN_PATHS = frozenset({"/flush_cache", "/server_info", "/get_server_info", "/kv_events"})
 
 
 class ApiKeys:
@@ -28,8 +28,8 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], admin_key: str | None) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
-        self._admin = None if admin_key is None else _digest(admin_key)
+        self._digests = [digest_of(key) for key in keys]
+        self._admin = None if admin_key is None else digest_of(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -71,8 +71,8 @@ class ApiKeys:
         return found
 
 
-def _digest(key: str) -> bytes:
-    """A key may be given as the digest itself, so that no configuration holds it in clear."""
+def digest_of(key: str) -> bytes:
+    """SHA-256 of a key. A key may be given as the digest itself, so that no configuration holds it in clear."""
     if key.startswith(DIGEST_PREFIX):
         return bytes.fromhex(key.removeprefix(DIGEST_PREFIX))
     return hashlib.sha256(key.encode()).digest()

@@ -6,11 +6,19 @@ import ipaddress
 import math
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from jaxserve.server.auth import OPEN_PATHS, send_error
 from jaxserve.server.errors import RATE_LIMITED, ApiError
 from jaxserve.server.generation import TENANT
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+# What web pages of allowed origins may do and read; for CORSMiddleware.
+CORS_OPTIONS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST", "DELETE"),
+    "allow_headers": ("*",),
+    "expose_headers": ("X-Request-Id", "Retry-After"),
+}
 
 _MAX_CALLERS = 10_000  # buckets kept; those that are full again are forgotten first
 

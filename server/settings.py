@@ -26,8 +26,8 @@ class ServerSettings:
     served_model_name     name of the model in the API; None: the engine's model argument
     api_keys              keys of which clients must send one; empty: no key is asked for. "sha256:" and a hexadecimal
                           digest stand for the key that has it
-    admin_api_key         key of control routes (/flush_cache, /server_info, abort_all); None: they are closed if there
-                          are api_keys, and open if there are none
+    admin_api_key         key of control routes (/flush_cache, /server_info, /kv_events, abort_all); None: they are
+                          closed if there are api_keys, and open if there are none
     tool_call_parser      how the model writes tool calls: "auto" (found in its chat template) or a name, see tools.md
     reasoning_parser      how it reasons: "auto", "none", or a name
     max_body_bytes        longest request body; a longer one is refused before it is read
@@ -100,15 +100,8 @@ class ServerSettings:
             raise ValueError("host: got an empty string; allowed: an address or a host name")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError(f"served_model_name: got {self.served_model_name!r}; allowed: a name that is not blank")
-        keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
-        for key in keys:
-            # A key travels in a header: other characters could never match what a client can send.
-            if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError("api_keys: one is empty or has odd characters; allowed: visible ASCII, no blanks")
-            if key.startswith("sha256:") and not re.fullmatch("sha256:[0-9a-f]{64}", key):
-                raise ValueError(
-                    "api_keys: one is 'sha256:' without a digest; allowed: 64 hexadecimal digits behind it"
-                )
+        check_keys("api_keys", self.api_keys)
+        check_keys("admin_api_key", () if self.admin_api_key is None else (self.admin_api_key,))
         if self.admin_api_key in self.api_keys:
             raise ValueError("admin_api_key: is one of api_keys; allowed: a key of its own")
         for name, allowed in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
@@ -119,16 +112,8 @@ class ServerSettings:
         self._check_seconds()
 
     def _check_network(self) -> None:
-        if self.log_format not in FORMATS:
-            raise ValueError(f"log_format: got {self.log_format!r}; allowed: {', '.join(FORMATS)}")
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ValueError("ssl_certfile: ssl_certfile and ssl_keyfile belong together; got one of them")
-        for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
-            if path is not None and not Path(path).is_file():
-                raise ValueError(f"{name}: got {path!r}; allowed: a PEM file that exists")
-        for origin in self.cors_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"cors_origins: got {origin!r}; allowed: '*', or SCHEME://HOST[:PORT] without a path")
+        check_log_format(self.log_format)
+        check_web(self.ssl_certfile, self.ssl_keyfile, self.cors_origins)
         for host in self.allowed_hosts:
             if not host or "/" in host or ("*" in host and host != "*" and not host.startswith("*.")):
                 raise ValueError(f"allowed_hosts: got {host!r}; allowed: a host name, *.NAME or *")
@@ -158,3 +143,31 @@ class ServerSettings:
                 continue
             if not isinstance(value, int | float) or not math.isfinite(value) or value < low:
                 raise ValueError(f"{name}: got {value!r}; allowed: seconds, {low:g} or more")
+
+
+def check_keys(name: str, keys: tuple[str, ...]) -> None:
+    """Raises ValueError for keys that no client could send. The message does not repeat them."""
+    for key in keys:
+        # A key travels in a header: other characters could never match what a client can send.
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(f"{name}: a key is empty or has odd characters; allowed: visible ASCII, no blanks")
+        if key.startswith("sha256:") and not re.fullmatch("sha256:[0-9a-f]{64}", key):
+            raise ValueError(f"{name}: a key is 'sha256:' without a digest; allowed: 64 hexadecimal digits behind it")
+
+
+def check_log_format(name: str) -> None:
+    """Raises ValueError for a form of log lines that there is not."""
+    if name not in FORMATS:
+        raise ValueError(f"log_format: got {name!r}; allowed: {', '.join(FORMATS)}")
+
+
+def check_web(ssl_certfile: str | None, ssl_keyfile: str | None, cors_origins: tuple[str, ...]) -> None:
+    """Raises ValueError for PEM files that are not there or come alone, and for origins that are none."""
+    if (ssl_certfile is None) != (ssl_keyfile is None):
+        raise ValueError("ssl_certfile: ssl_certfile and ssl_keyfile belong together; got one of them")
+    for name, path in (("ssl_certfile", ssl_certfile), ("ssl_keyfile", ssl_keyfile)):
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"{name}: got {path!r}; allowed: a PEM file that exists")
+    for origin in cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"cors_origins: got {origin!r}; allowed: '*', or SCHEME://HOST[:PORT] without a path")

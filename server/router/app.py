@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from jaxserve.server.auth import ApiKeys
+from jaxserve.server.auth import ApiKeys, digest_of
 from jaxserve.server.errors import ApiError, internal_error, unavailable
 from jaxserve.server.generation import TENANT
-from jaxserve.server.limits import HostRules, hosts_of
+from jaxserve.server.http_protocol import bounded, raise_file_limit
+from jaxserve.server.limits import CORS_OPTIONS, HostRules, hosts_of
 from jaxserve.server.listening import address_of, listen, loop_factory
 from jaxserve.server.router.admin import AdminApi
 from jaxserve.server.router.fleet import Fleet
@@ -35,7 +36,10 @@ from jaxserve.server.router.replicas import ReplicaPlan, Replicas
 from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.worker import Worker
 from jaxserve.server.signals import SignalledServer
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from jaxserve import logs
 from jaxserve.hub import resolve_model
 from jaxserve.metrics import CONTENT_TYPE
 from jaxserve.tokenizer import load_tokenizer
@@ -45,6 +49,7 @@ logger = logging.getLogger(__name__)
 EXIT_REPLICA, EXIT_ADDRESS = 1, 2
 _KEEP_ALIVE_S = 20
 _AFTER_DRAIN_S = 5
+_OTHER_FILES = 256  # open beside the connections of clients, and of those to workers
 _PASSED_GETS = ("/v1/models", "/get_model_info", "/version", "/openapi.json", "/web/")
 _STORED = "/v1/responses/"
 _PASSED_POSTS = ("/v1/", "/tokenize", "/detokenize", "/generate")
@@ -71,8 +76,10 @@ class RouterApp:
         self.is_stopping = False
         self._limit = RateLimit(settings.requests_per_second, settings.burst)
         self._admin = AdminApi(settings, self.fleet)
-        self._admin_digest = hashlib.sha256((settings.admin_key or "").encode()).digest()
-        guarded = ApiKeys(self._route, settings.api_keys, None) if settings.api_keys else self._route
+        self._admin_digest = digest_of(settings.admin_key or "")
+        guarded: ASGIApp = ApiKeys(self._route, settings.api_keys, None) if settings.api_keys else self._route
+        if settings.cors_origins:
+            guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, **CORS_OPTIONS)
         hosts = hosts_of(settings.host, settings.allowed_hosts, has_keys=bool(settings.api_keys))
         self._entry = HostRules(guarded, hosts) if hosts else guarded
         self._admin_entry = HostRules(self._route, hosts) if hosts else self._route
@@ -224,34 +231,43 @@ async def answer(send: Send, status: int, body: bytes, headers: dict[str, str] |
 
 def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     """How the router is served, in a process of its own and in tests."""
+    settings = app.settings
     return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         log_config=None,
-        http="httptools",
+        http=bounded(
+            write_timeout_s=settings.write_timeout_s,
+            max_connections=settings.max_connections,
+            header_timeout_s=settings.header_timeout_s,
+        ),
         ws="none",
         lifespan="on",
         server_header=False,
         date_header=False,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(app.settings.drain_s) + _AFTER_DRAIN_S,
+        timeout_graceful_shutdown=int(settings.drain_s) + _AFTER_DRAIN_S,
     )
 
 
 def run_router(settings: RouterSettings, plan: ReplicaPlan | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then let requests finish for drain_s. Returns the exit status: 0, 1 if a replica
     could not be started, 2 if the address cannot be listened on, 128 + n after a second signal n."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log_format)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
         print(f"jaxserve: cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", file=sys.stderr)
         return EXIT_ADDRESS
+    raise_file_limit(2 * settings.max_connections + _OTHER_FILES)
     app = RouterApp(settings, plan)
     num_workers = len(settings.workers) + (0 if plan is None else plan.count)
+    scheme = "https" if settings.ssl_certfile else "http"
     print(
-        f"jaxserve: router on {address_of(listener)} ({num_workers} workers, {settings.policy})",
+        f"jaxserve: router on {address_of(listener, scheme)} ({num_workers} workers, {settings.policy})",
         file=sys.stderr,
         flush=True,
     )

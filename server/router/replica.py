@@ -29,10 +29,9 @@ def _watch_parent(parent: int) -> None:
 
 
 def main() -> int:
-    """A replica: serve what the JSON in the only argument says."""
-    given = json.loads(sys.argv[1])
-    tuples = ("api_keys", "engine_command")
-    settings = {name: tuple(v) if name in tuples else v for name, v in given["settings"].items()}
+    """A replica: serve what the JSON at standard input says."""
+    given = json.loads(sys.stdin.buffer.read())
+    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in given["settings"].items()}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the router tells when to end
     _watch_parent(os.getppid())
     return run_server(EngineConfig(**given["config"]), ServerSettings(**settings))

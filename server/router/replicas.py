@@ -12,15 +12,18 @@ import json
 import logging
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from jaxserve.server.router.fleet import Fleet
+from jaxserve.server.router.settings import RouterSettings
 from jaxserve.server.router.worker import Worker
 from jaxserve.server.settings import ServerSettings
 
+from jaxserve import logs
 from jaxserve.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,18 @@ _LAST_LINES = 20
 
 class ReplicaFailed(RuntimeError):
     """A replica could not be started; the message holds what it said last."""
+
+
+# Options of a server that the router has in its place when replicas stand behind it.
+_OF_ROUTER = ("host", "port", "allowed_hosts", "cors_origins", "ssl_certfile", "ssl_keyfile")
+# Options that both have: the router has them for its own connections.
+_OF_BOTH = (
+    "api_keys", "max_body_bytes", "log_format", "max_connections", "header_timeout_s", "body_timeout_s",
+    "write_timeout_s", "drain_s",
+)  # fmt: skip
+# Replicas would count every client under the router's address, or each on its own.
+_REFUSED = ("max_requests_per_minute", "max_requests_at_once")
+_DEFAULTS = ServerSettings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +63,42 @@ class ReplicaPlan:
             raise ValueError(f"replicas: got {self.count}; allowed: 1 or more")
 
     def command(self) -> list[str]:
-        settings = dataclasses.replace(self.settings, host="127.0.0.1", port=0)
+        return [sys.executable, "-m", "jaxserve.server.router.replica"]
+
+    def fields(self) -> bytes:
+        """What a replica reads from its standard input: keys do not belong in a command, which everyone can list."""
+        own = {name: getattr(_DEFAULTS, name) for name in _OF_ROUTER} | {"port": 0}
+        settings = dataclasses.replace(self.settings, **own)
         fields = {"config": dataclasses.asdict(self.config), "settings": dataclasses.asdict(settings)}
-        return [sys.executable, "-m", "jaxserve.server.router.replica", json.dumps(fields)]
+        return json.dumps(fields).encode()
+
+
+def plan_replicas(
+    config: EngineConfig, settings: ServerSettings, *, count: int, policy: str, admin_key: str | None = None
+) -> tuple[RouterSettings, ReplicaPlan]:
+    """A server's options divided between `count` replicas and the router before them.
+
+    admin_key: of the router's own admin API; None: the server's. Raises ValueError naming an option that cannot be
+    kept with replicas.
+    """
+    for name in _REFUSED:
+        if getattr(settings, name):
+            raise ValueError(
+                f"{name}: got {getattr(settings, name)} with {count} replicas; allowed: 0 (jaxserve router has "
+                "--requests-per-second)"
+            )
+    # Clients reach control routes of single replicas by no path; the router itself reads /kv_events.
+    worker_key = secrets.token_urlsafe(32) if settings.api_keys or settings.admin_api_key else None
+    uses_events = config.kv_events and policy == "cache_aware"
+    router = RouterSettings(
+        policy=policy,
+        prefix_source="events" if uses_events else "guess",
+        tokenizer=config.model if config.kv_events else None,
+        worker_key=worker_key,
+        admin_key=admin_key or settings.admin_api_key,
+        **{name: getattr(settings, name) for name in _OF_ROUTER + _OF_BOTH},
+    )
+    return router, ReplicaPlan(config, dataclasses.replace(settings, admin_api_key=worker_key), count)
 
 
 def replica_environment(index: int, count: int, environment: Mapping[str, str], num_gpus: int) -> dict[str, str]:
@@ -132,16 +180,19 @@ class Replicas:
     async def _run(self, index: int, environment: dict[str, str]) -> tuple[bool, list[str], int | None]:
         """One life of a replica: whether it was ever ready, its last lines, its status."""
         process = await asyncio.create_subprocess_exec(
-            *self._plan.command(), env=environment, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+            *self._plan.command(), env=environment, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.PIPE
         )
         self._processes[index] = process
-        assert process.stderr is not None
+        assert process.stderr is not None and process.stdin is not None
+        process.stdin.write(self._plan.fields())
+        process.stdin.close()
         lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         worker: Worker | None = None
         async for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip()
             lines.append(line)
-            print(f"[{index}] {line}", file=sys.stderr, flush=True)
+            # JSON lines stay what they are.
+            print(line if logs.is_json() else f"[{index}] {line}", file=sys.stderr, flush=True)
             found = _ADDRESS.match(line)
             if found and worker is None:
                 worker = self._fleet.add(found.group(1))

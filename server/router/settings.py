@@ -6,6 +6,8 @@ import dataclasses
 import math
 import urllib.parse
 
+from jaxserve.server.settings import check_keys, check_log_format, check_web
+
 from jaxserve.routing.policy import DEFAULT_CAPACITY, POLICY_NAMES
 
 PREFIX_SOURCES = ("guess", "events")
@@ -16,7 +18,8 @@ class RouterSettings:
     """Options of the router. Raises ValueError naming the field, the value seen and the values allowed.
 
     workers               addresses of engines' servers, http(s)://HOST[:PORT]
-    allowed_hosts         as of the server (ServerSettings)
+    allowed_hosts, cors_origins, ssl_certfile, ssl_keyfile, log_format, max_connections, header_timeout_s,
+    write_timeout_s       as of the server (ServerSettings)
     policy                one of POLICY_NAMES
     prefix_source         where cache_aware takes its picture of caches from: "guess" (what was sent where) or
                           "events" (what workers tell; they must be started with kv_events)
@@ -26,7 +29,8 @@ class RouterSettings:
     min_share, balance_absolute, balance_relative   see routing.policy.Balance
     api_keys              keys of which clients must send one; passed on to workers, which may ask for the same
     admin_key             key of the admin API; None: there is no admin API
-    worker_key            key for the router's own questions to workers (metrics, events); None: none is sent
+    worker_key            key for the router's own questions to workers (metrics, and events, which ask for the admin
+                          key); None: none is sent
     requests_per_second, burst   per API key (per address, if there are no keys); 0: no limit
     max_in_flight         requests that may be under way or waiting in the router; more get 503
     max_worker_in_flight  requests under way at one worker; more wait in the router. 0: no limit
@@ -47,6 +51,13 @@ class RouterSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    log_format: str = "text"
+    max_connections: int = 16384
+    header_timeout_s: float = 20.0
+    write_timeout_s: float = 120.0
     policy: str = "cache_aware"
     prefix_source: str = "guess"
     tokenizer: str | None = None
@@ -78,21 +89,25 @@ class RouterSettings:
     def __post_init__(self) -> None:
         for worker in self.workers:
             check_worker(worker)
+        check_log_format(self.log_format)
+        check_web(self.ssl_certfile, self.ssl_keyfile, self.cors_origins)
         if len(set(map(normalised, self.workers))) != len(self.workers):
             raise ValueError("workers: one address is given twice")
         _one_of("policy", self.policy, POLICY_NAMES)
         _one_of("prefix_source", self.prefix_source, PREFIX_SOURCES)
         if self.prefix_source == "events" and self.policy != "cache_aware":
             raise ValueError(f"prefix_source: got 'events' with policy {self.policy!r}; allowed: with cache_aware")
-        for key in (*self.api_keys, *filter(None, (self.admin_key, self.worker_key))):
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError("keys: one has odd characters; allowed: visible ASCII, no blanks")
-        if "" in self.api_keys or self.admin_key == "":
-            raise ValueError("keys: one is empty")
+        check_keys("api_keys", self.api_keys)
+        for name in ("admin_key", "worker_key"):
+            key = getattr(self, name)
+            check_keys(name, () if key is None else (key,))
+        if self.worker_key is not None and self.worker_key.startswith("sha256:"):
+            raise ValueError("worker_key: got a digest; allowed: the key itself, which the router has to send")
         for name, low, high in (
             ("port", 0, 65535), ("prefix_bytes", 1, 2**40), ("burst", 1, 2**31), ("max_in_flight", 1, 2**31),
             ("max_worker_in_flight", 0, 2**31), ("max_attempts", 1, 100), ("max_body_bytes", 1024, 2**40),
-            ("probe_failures", 1, 1000), ("breaker_failures", 1, 10**6), ("balance_absolute", 0, 2**31),
+            ("max_connections", 1, 2**20), ("probe_failures", 1, 1000), ("breaker_failures", 1, 10**6),
+            ("balance_absolute", 0, 2**31),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -101,7 +116,7 @@ class RouterSettings:
             ("requests_per_second", 0.0), ("queue_timeout_s", 0.0), ("connect_timeout_s", 0.01),
             ("first_byte_timeout_s", 0.01), ("idle_timeout_s", 0.01), ("body_timeout_s", 0.1),
             ("probe_interval_s", 0.01), ("probe_timeout_s", 0.01), ("breaker_cooldown_s", 0.0), ("drain_s", 0.0),
-            ("min_share", 0.0), ("balance_relative", 1.0),
+            ("header_timeout_s", 0.1), ("write_timeout_s", 0.1), ("min_share", 0.0), ("balance_relative", 1.0),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < low:

@@ -35,5 +35,15 @@ def test_without_the_option_it_is_not_there(live: Live) -> None:
     assert "--kv-events" in refused(live.http.get("/kv_events"), 404)["message"]
 
 
+def test_where_there_are_keys_only_the_admin_key_opens_it(toy_tokenizer: Path) -> None:
+    settings = ServerSettings(engine_command=engine_command(toy_tokenizer), api_keys=("k",), admin_api_key="a")
+    with serving(settings, kv_events=True) as live:
+        live.wait_ready()
+        for key, status in (("k", 403), ("no", 401), ("a", 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            with httpx.stream("GET", live.url + "/kv_events", timeout=10, headers=headers) as answer:
+                assert answer.status_code == status, key
+
+
 def pages(ids: list[int], namespace: str = "") -> list[int]:
     return hash_pages(namespace_hash(namespace), np.array(ids, np.int32), PAGE)
