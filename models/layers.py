@@ -13,6 +13,16 @@ from jaxserve.pallas_kernels.matmul.api import linear
 from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, QuantizedWeight, take_rows
 from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 
+_LEAST_ROWS = 8  # of a reduction, below which XLA:CPU sums a row in another order
+
+
+def mean_square(x: jax.Array) -> jax.Array:
+    """[..., K] -> [..., 1]: the mean of the squares, with the same bits for a row however many there are."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = rows.shape[0]
+    padded = jnp.pad(rows, ((0, max(0, _LEAST_ROWS - num_rows)), (0, 0)))
+    return jnp.mean(padded * padded, axis=-1)[:num_rows].reshape(*x.shape[:-1], 1)
+
 
 class Linear(nnx.Module):
     """y = x W^T (+ b) with W [out, in]; several outputs that share an input are one product.
@@ -53,8 +63,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean_square + self.eps) * self.weight.get_value()
+        return x * jax.lax.rsqrt(mean_square(x) + self.eps) * self.weight.get_value()
 
 
 class Embedding(nnx.Module):

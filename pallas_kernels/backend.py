@@ -12,8 +12,9 @@ import logging
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
-# "mosaic" has products of its own for experts; dense ones are XLA's. "cpu_tiles" multiplies dense bfloat16 weights in
-# one and the same arithmetic for any number of rows; cpu_ffi takes other kernels at few rows.
+# "mosaic" has products of its own for experts; dense ones are XLA's. cpu_ffi multiplies in tile registers where a CPU
+# has them, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no such others, so that nothing
+# depends on the number of rows.
 MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic")
 
 

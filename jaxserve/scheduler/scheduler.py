@@ -288,9 +288,9 @@ class Scheduler:
             victim = self._queues.running[-1]
             if victim is sequence:
                 break
-            self._queues.preempt(victim)
-            if victim.is_decoding:
+            if victim.is_decoding:  # it is younger, so its turn in this step has not come
                 plan.unreserve()
+            self._queues.preempt(victim)
         while size > 1:
             size = min(size - 1, self._pages.room(sequence))
             if size > 0 and self._pages.grow(sequence, size, plan):

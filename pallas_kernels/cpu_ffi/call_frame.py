@@ -104,6 +104,38 @@ def atomic_load(typing_context, address):
 
 
 @intrinsic
+def atomic_swap(typing_context, address, value):
+    """Store an int64; returns what was there."""
+
+    def codegen(context, b, signature, args):
+        return b.atomic_rmw("xchg", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic
+def atomic_replace(typing_context, address, expected, value):
+    """Store an int64 if `expected` is there; returns whether it was."""
+
+    def codegen(context, b, signature, args):
+        found = b.cmpxchg(b.inttoptr(args[0], I64.as_pointer()), args[1], args[2], "seq_cst", "seq_cst")
+        return b.extract_value(found, 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typing_context):
+    """Tell the CPU that this is a loop that waits."""
+
+    def codegen(context, b, signature, args):
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def _call_pointer(typing_context, function, argument):
     """Call a C function pointer `void* f(void*)`."""
 
@@ -165,6 +197,7 @@ def _extern(name: str, num_args: int) -> types.ExternalFunction:
 
 
 malloc, free, sched_yield = _extern("malloc", 1), _extern("free", 1), _extern("sched_yield", 0)
+clock_gettime, sem_wait, sem_post = _extern("clock_gettime", 2), _extern("sem_wait", 1), _extern("sem_post", 1)
 
 
 def symbol_address(name: str) -> Any:

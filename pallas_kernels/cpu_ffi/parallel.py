@@ -1,8 +1,9 @@
-"""FFI handlers whose work items run on XLA's own thread pool.
+"""FFI handlers whose work items run on several threads: the caller, helpers that stay awake, XLA's own pool.
 
-Items are claimed from an atomic counter by the calling thread and by whatever pool threads show up. The caller
-alone can finish everything, so a busy or one-thread pool cannot deadlock it, and no second pool competes for
-the cores. (numba's prange would start one, and its default layer aborts on concurrent calls.) XLA's pool does
+Items are claimed from an atomic counter by the calling thread and by whoever shows up. The caller alone can finish
+everything, so helpers that are late or busy cannot deadlock it. Helpers (helpers.py) come first, since XLA's pool takes
+longer to wake up than most calls last; XLA's pool stands in where they work for another call. (numba's prange would
+start a pool that does not sleep and wake like this, and its default layer aborts on concurrent calls.) XLA's pool does
 not survive fork: processes that compute must be spawned.
 """
 
@@ -31,12 +32,14 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     make_error,
     malloc,
     num_threads,
+    pause,
     sched_yield,
     schedule,
     stage,
     store_i64,
     symbol_address,
 )
+from jaxserve.pallas_kernels.cpu_ffi.helpers import JOB_ENTRY, num_helpers, offer, start_helpers, take_back
 from jaxserve.pallas_kernels.cpu_ffi.object_cache import compile_function
 from numba import types
 
@@ -44,11 +47,12 @@ from numba import types
 BAD_ARGUMENTS, NO_MEMORY = -1, -2
 # The head of every plan: number of work items, and of threads worth using (int64 each).
 PLAN_ITEMS, PLAN_THREADS, PLAN_HEAD = 0, 8, 16
-_SPINS_BEFORE_YIELD = 2000
+_SPINS_BEFORE_YIELD = 100
 
 # One call's shared record; each counter on its own cache line. It outlives the call, since a pool thread may
 # arrive after the last item: hence the reference count. Frame and plan are touched only while items are left.
-_NEXT, _DONE, _WORKERS, _REFERENCES, _NUM_ITEMS, _FRAME, _PLAN, _JOB_BYTES = 0, 64, 128, 192, 256, 264, 272, 320
+_NEXT, _DONE, _WORKERS, _REFERENCES, _NUM_ITEMS, _FRAME, _PLAN = 64, 128, 192, 256, 320, 328, 336
+_JOB_BYTES = 384  # begins with JOB_ENTRY
 
 _lock = threading.RLock()  # numba compiles in one thread at a time; registration is checked under it too
 _registered: dict[str, list[object]] = {}  # name -> objects that keep its code alive, for good
@@ -73,6 +77,7 @@ def wait_for(counter, value):
     """Return once the int64 at `counter` has reached `value`."""
     spins = 0
     while atomic_load(counter) < value:
+        pause()
         spins += 1
         if spins > _SPINS_BEFORE_YIELD:
             sched_yield()
@@ -90,6 +95,7 @@ def register_handler(name: str, make_parts: Callable[[], tuple[Any, Any, Any]]) 
     """
     with _lock:
         if name not in _registered:
+            start_helpers()
             _registered[name] = _register(name, *make_parts())
     return name
 
@@ -133,10 +139,15 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
         store_i64(job, _FRAME, frame)
         store_i64(job, _PLAN, plan_address)
         entry = task_symbol()
-        for _ in range(threads - 1):
-            if not schedule(frame, entry, job):
+        store_i64(job, JOB_ENTRY, entry)
+        for i in range(threads - 1):
+            is_taken = i < num_helpers() and offer(i, job)
+            if not is_taken and not schedule(frame, entry, job):
                 atomic_add(job + _REFERENCES, -1)
         call_task(entry, job)
+        for i in range(min(threads - 1, num_helpers())):
+            if take_back(i, job):
+                atomic_add(job + _REFERENCES, -1)
         wait_for(job + _DONE, items)
         if atomic_add(job + _REFERENCES, -1) == 1:
             free(job)

@@ -23,11 +23,11 @@ _MIN_XLA_ROWS = 4
 def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
-    With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are
-    multiplied as stored by cpu_ffi at few rows, with x in float32; otherwise they are expanded for each product, to
-    bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
-    Backend "cpu_ffi" takes its own kernels where they beat XLA: at few rows, which T fixes when a program is
-    traced, and at all with tile registers. "cpu_tiles" takes those alone, so that a row has the same bits in any T.
+    With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are expanded
+    for each product, to bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
+    Backends "cpu_ffi" and "cpu_tiles" multiply in tile registers where the CPU has them and the weight fits, whatever
+    T is, so that a row has the same bits in any. Elsewhere "cpu_ffi" has kernels for few rows (T fixes that when a
+    program is traced), where quantised weights are multiplied as stored, with x in float32.
     Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
@@ -47,12 +47,11 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-        fits_tiles = has_bf16_tiles() and cpu_ffi_tiles.fits(w)
-        most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS["tiles" if fits_tiles else w.dtype.name]
+        if has_bf16_tiles() and cpu_ffi_tiles.fits(w):
+            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
+        most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS[w.dtype.name]
         if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
             return cpu_ffi.linear_cpu(x.astype(jnp.float32), w)
-        if fits_tiles:
-            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
     return linear_xla(x, w)
 
 
@@ -73,12 +72,10 @@ def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Arr
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi_quantized, cpu_ffi_tiles
 
-        fits_tiles = has_bf16_tiles() and cpu_ffi_tiles.fits(w)
-        most = cpu_ffi_quantized.MAX_ROWS_BESIDE_TILES if fits_tiles else cpu_ffi_quantized.MAX_ROWS
-        if backend == "cpu_ffi" and x.shape[0] <= most:
-            return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
-        if fits_tiles:
+        if has_bf16_tiles() and cpu_ffi_tiles.fits(w):
             return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
+        if backend == "cpu_ffi" and x.shape[0] <= cpu_ffi_quantized.MAX_ROWS:
+            return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
         return linear(x, cpu_ffi_quantized.expand_cpu(w), backend=backend)
     return linear(x, dequantize(w).astype(w.expanded), backend=backend)
 

@@ -33,9 +33,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-# Up to how many rows these kernels beat XLA: benchmarks/cpu_kernels.py, AVX-512 with bf16 dot products; and up to how
-# many they beat cpu_ffi_tiles.
-MAX_ROWS = {"float32": 16, "bfloat16": 8, "tiles": 4}
+# Up to how many rows these kernels beat XLA: benchmarks/cpu_kernels.py, AVX-512 with bf16 dot products.
+MAX_ROWS = {"float32": 16, "bfloat16": 8}
 STEP = 32  # elements of k per loop iteration; k must be a multiple
 
 BLOCK_ROWS = 4  # rows of x per register block

@@ -48,7 +48,6 @@ from numba import types
 
 # Up to how many rows this beats expanding the weight for XLA (benchmarks/cpu_kernels.py).
 MAX_ROWS = 16
-MAX_ROWS_BESIDE_TILES = 4  # up to how many it beats cpu_ffi_tiles
 FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
 _ITEM_BYTES = 32768  # of stored weights per work item
 _MIN_THREAD_BYTES = 32768
@@ -194,17 +193,22 @@ def make_expand_step(kind: str, target_kind: str, *, by_instruction: bool = Fals
 def _make_look_up(kind: str) -> ExpandStep:
     """To bfloat16, for codes of 4 bits: a block has 16 values, which are computed and then looked up."""
     load = make_loader(kind, codes=tuple(float(code) for code in range(16)))
-    shorts = ir.VectorType(I16, STEP)
-    every = ir.Constant(ir.VectorType(I32, STEP), list(range(STEP)))
+    shorts, integers = ir.VectorType(I16, STEP), ir.VectorType(I32, STEP)
+    twice = ir.Constant(integers, 2 * list(range(LANES)))
+    # The look-up reads four bits of an index, and the lower half of the table alone: the upper one is left undefined.
+    lower = ir.Constant(integers, list(range(STEP)))
+    shifts = ir.Constant(shorts, [0] * LANES + [4] * LANES)
+    four_bits = ir.Constant(shorts, [15] * STEP)
 
     def emit(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value, target: ir.Value) -> None:
         b = e.b
         block, (values,) = load(e, row, i, k)
         table = e.to_bf16(values)
-        table = b.shuffle_vector(table, table, every)
-        codes = b.shuffle_vector(*load_nibbles(e, kind, block), every)
+        table = b.shuffle_vector(table, ir.Constant(table.type, ir.Undefined), lower)
+        stored = e.load(e.at(block, _NIBBLES_AT[kind]), _BYTES16, 1)
+        codes = b.and_(b.lshr(b.zext(b.shuffle_vector(stored, stored, twice), shorts), shifts), four_bits)
         look_up = e.function("llvm.x86.avx512.permvar.hi.512", shorts, [shorts, shorts])
-        e.store(b.call(look_up, [table, b.zext(codes, shorts)]), target, 2)
+        e.store(b.call(look_up, [table, codes]), target, 2)
 
     return emit
 

@@ -165,7 +165,11 @@ def _make_product(expand_step: ExpandStep | None) -> Any:
     def emit(
         e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step
     ) -> None:
-        b, done = e.b, e.b.append_basic_block("product.done")
+        b = e.b
+        with emit_loop(e, 0, b.add(b.mul(b.sub(blocks, e.const(1)), e.const(ROWS)), rows), 1) as (row, _):
+            for n in range(_PAIR):  # else each line written is waited for at the end
+                e.prefetch(e.at(b.add(y, b.mul(row, y_stride)), n * _LINE), to_write=True)
+        done = b.append_basic_block("product.done")
         cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, _PAIR) for m in (1, _PAIR)}
         chosen = b.add(b.mul(outputs, e.const(4)), blocks)
         switch = b.switch(chosen, cases[_PAIR, _PAIR])
@@ -258,13 +262,23 @@ def _emit_transposed(
                 e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
 
 
+def _make_fetch() -> Any:
+    """fetch(address, num_bytes): into the cache, without waiting."""
+
+    def emit(e: Emitter, address, num_bytes) -> None:
+        with emit_loop(e, 0, num_bytes, _LINE) as (offset, _):
+            e.prefetch(e.b.add(address, offset))
+
+    return void_intrinsic((types.intp,) * 2, emit)
+
+
 @jit
 def _packed_bytes(k):
     return k * (_TILE_BYTES // STEP)
 
 
 def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
-    pack, product = _make_pack(), _make_product(None)
+    pack, product, fetch = _make_pack(), _make_product(None), _make_fetch()
     configure = void_intrinsic((), lambda e: _Tiles(e).configure())
     release = void_intrinsic((), lambda e: _Tiles(e).release())
     is_dense = kind == "bfloat16"
@@ -326,6 +340,7 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         fetch_step = (slab * block_size // turns + _LINE - 1) // _LINE * _LINE
         stored, scratch, w = stored_bytes(frame), stack(_SCRATCH_BYTES), frames.w_data(frame)
         expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
+        fetch(w + first * stored, slab * stored)  # what comes after it is fetched on the way
         wait_for(plan + _PACKED, blocks)
         configure()
         for n in range(first, last, slab):

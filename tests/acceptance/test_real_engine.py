@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jaxserve.pallas_kernels.backend import cpu_tiles_available
 
 from jaxserve import LLM, SamplingParams
 
@@ -66,3 +67,15 @@ def test_continuations_of_one_prompt_differ_by_seed_alone(llm: LLM) -> None:
     texts = [completion.token_ids for completion in first.outputs]
     assert texts == [completion.token_ids for completion in second.outputs]
     assert len({tuple(text) for text in texts}) > 1
+
+
+@pytest.mark.skipif(not cpu_tiles_available()[0], reason=cpu_tiles_available()[1] or "-")
+def test_where_products_are_made_in_tiles_company_changes_no_token(smollm2: str) -> None:
+    """In bfloat16, with sizes of steps and of samples as they come."""
+    params = [SamplingParams(seed=n, temperature=1.0, max_tokens=16, ignore_eos=True) for n in range(8)]
+    prompts = [row["prompt"] for row in SHORT[:8]]
+    with LLM(smollm2, max_model_len=256, max_num_rows=8, warmup=False, progress=False) as engine:
+        alone = [engine.generate(prompt, each)[0].token_ids for prompt, each in zip(prompts, params)]
+        engine.flush_cache()
+        together = [output.token_ids for output in engine.generate(prompts, params)]
+    assert together == alone

@@ -1,0 +1,157 @@
+"""Threads that stay awake between the calls of a step, so that a product need not wait for one to wake up.
+
+A decode step of a small model is a hundred calls of 20 to 100 microseconds each. Waking a thread of XLA's pool takes as
+long as such a call (an idle virtual CPU has to be interrupted first), so the second core would come when the work is
+done. These helpers look for work for SPIN_US after their last, offering their core to whoever wants it as they do
+(sched_yield), and only then sleep.
+
+A helper has a mailbox for one job. Whoever put a job there may take it back as long as the helper has not; a mailbox
+that is taken is not waited for, XLA's pool serves instead. So a helper that is late, busy or (after a fork) gone costs
+nothing but its help.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+
+import llvmlite.binding as llvm
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    address_of,
+    atomic_load,
+    atomic_replace,
+    atomic_swap,
+    call_task,
+    clock_gettime,
+    jit,
+    load_i64,
+    pause,
+    sched_yield,
+    sem_post,
+    sem_wait,
+    stack,
+    symbol_address,
+)
+from jaxserve.pallas_kernels.cpu_ffi.object_cache import compile_function
+from numba import types
+
+# How long a helper looks for work before it sleeps: longer than what XLA does between two products of a step, shorter
+# than the pause between two steps. 0: it sleeps at once (for machines with more engines than cores).
+SPIN_US = 100
+SPIN_VARIABLE = "JAXSERVE_CPU_SPIN_US"
+_SPINS_BEFORE_YIELD = 32
+
+# A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t).
+_MAILBOX, _IS_ASLEEP, _SPIN_NS, _SEMAPHORE, _RECORD_BYTES = 0, 64, 128, 192, 256
+# Before the records, on a cache line of its own, their number.
+_COUNT, _RECORDS = 0, 64
+# In a job: the C function that works on it.
+JOB_ENTRY = 0
+
+_SYMBOL = "jaxserve_cpu_helpers"
+_team = symbol_address(_SYMBOL)
+
+
+@functools.cache
+def start_helpers() -> None:
+    """Start one helper for each core of this process but one. They end with the process.
+
+    Raises ValueError for a JAXSERVE_CPU_SPIN_US that is not a number from 0 to 1,000,000.
+    """
+    count = max(0, _num_cores() - 1)
+    spin_ns = 1000 * _spin_us()
+    size = _RECORDS + count * _RECORD_BYTES
+    _keep.append(memory := ctypes.create_string_buffer(size + 64))
+    base = (ctypes.addressof(memory) + 63) // 64 * 64
+    ctypes.c_int64.from_address(base + _COUNT).value = count
+    llvm.add_symbol(_SYMBOL, base)
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, code = compile_function(_serve, types.void, ("helper",))
+    _keep.append(code)
+    serve = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    for i in range(count):
+        record = base + _RECORDS + i * _RECORD_BYTES
+        ctypes.c_int64.from_address(record + _SPIN_NS).value = spin_ns
+        if libc.sem_init(ctypes.c_void_p(record + _SEMAPHORE), 0, 0):
+            raise OSError(ctypes.get_errno(), "sem_init")
+        threading.Thread(target=serve, args=(record,), name=f"jaxserve-cpu-{i}", daemon=True).start()
+
+
+_keep: list[object] = []  # memory and code that threads use until the process ends
+
+
+def _num_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _spin_us() -> int:
+    text = os.environ.get(SPIN_VARIABLE, str(SPIN_US))
+    if not text.isdecimal() or not 0 <= int(text) <= 1_000_000:
+        raise ValueError(f"{SPIN_VARIABLE}: got {text!r}; allowed: microseconds, 0 to 1000000")
+    return int(text)
+
+
+@jit
+def _now_ns():
+    spec = stack(16)
+    clock_gettime(1, spec)  # CLOCK_MONOTONIC
+    return load_i64(spec, 0) * 1_000_000_000 + load_i64(spec, 8)
+
+
+def _serve(pointer):
+    """Work on one job after the other, for good."""
+    record = address_of(pointer)
+    while True:
+        job = _take(record)
+        call_task(load_i64(job, JOB_ENTRY), job)
+
+
+@jit
+def _take(record):
+    """Wait for a job in the mailbox and empty it."""
+    until, spins = _now_ns() + load_i64(record, _SPIN_NS), 0
+    while True:
+        if atomic_load(record + _MAILBOX) != 0:
+            job = atomic_swap(record + _MAILBOX, 0)
+            if job != 0:  # else it was taken back
+                return job
+        pause()
+        spins += 1
+        if spins < _SPINS_BEFORE_YIELD:
+            continue
+        spins = 0
+        sched_yield()
+        if _now_ns() < until:
+            continue
+        atomic_swap(record + _IS_ASLEEP, 1)
+        if atomic_load(record + _MAILBOX) == 0:
+            sem_wait(record + _SEMAPHORE)  # may return for nothing
+        atomic_swap(record + _IS_ASLEEP, 0)
+        until = _now_ns() + load_i64(record, _SPIN_NS)
+
+
+@jit
+def num_helpers():
+    return load_i64(_team(), _COUNT)
+
+
+@jit
+def offer(i, job):
+    """Put `job` into the mailbox of helper i. False: there is another one in it."""
+    record = _team() + _RECORDS + i * _RECORD_BYTES
+    if not atomic_replace(record + _MAILBOX, 0, job):
+        return False
+    if atomic_swap(record + _IS_ASLEEP, 0) != 0:
+        sem_post(record + _SEMAPHORE)
+    return True
+
+
+@jit
+def take_back(i, job):
+    """Whether `job` still lay in the mailbox of helper i, which is then empty."""
+    return atomic_replace(_team() + _RECORDS + i * _RECORD_BYTES + _MAILBOX, job, 0)

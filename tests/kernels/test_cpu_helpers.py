@@ -1,0 +1,53 @@
+"""Helpers that stay awake between calls: nothing is lost, however many calls there are at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from jaxserve.pallas_kernels.backend import cpu_ffi_available
+
+if not cpu_ffi_available()[0]:
+    pytest.skip(cpu_ffi_available()[1], allow_module_level=True)
+
+# Four threads at once, more than there are helpers; half of the calls are too small to be shared.
+CALLS = """
+import threading
+import jax, jax.numpy as jnp, numpy as np
+from jaxserve.pallas_kernels.matmul.cpu_ffi import linear_cpu
+random = np.random.default_rng(0)
+product, failures = jax.jit(linear_cpu), []
+def work(seed):
+    for outputs in (8, 4096):
+        x, w = (np.float32(random.standard_normal(shape)) for shape in ((3, 64), (outputs, 64)))
+        want = x @ w.T
+        for _ in range(100):
+            if not np.allclose(product(jnp.asarray(x), jnp.asarray(w)), want, atol=1e-4):
+                failures.append((seed, outputs))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not failures, failures
+print("done", sum(thread.name.startswith("jaxserve-cpu") for thread in threading.enumerate()))
+"""
+
+
+def run(code: str, spin_us: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAXSERVE_CPU_SPIN_US": spin_us}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.parametrize("spin_us", ["0", "100", "20000"])
+def test_calls_from_many_threads_are_all_right(spin_us: str) -> None:
+    done = run(CALLS, spin_us)
+    assert done.stdout.split() == ["done", str(len(os.sched_getaffinity(0)) - 1)], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("spin_us", ["-1", "soon", "2000000"])
+def test_a_time_that_is_none_is_refused(spin_us: str) -> None:
+    done = run("from jaxserve.pallas_kernels.cpu_ffi.helpers import start_helpers; start_helpers()", spin_us)
+    assert done.returncode and f"JAXSERVE_CPU_SPIN_US: got {spin_us!r}" in done.stderr
