@@ -60,8 +60,7 @@ def start_helpers() -> None:
 
     Raises ValueError for a JAXSERVE_CPU_SPIN_US that is not a number from 0 to 1,000,000.
     """
-    count = max(0, _num_cores() - 1)
-    spin_ns = 1000 * _spin_us()
+    count, spin_us = max(0, _num_cores() - 1), _spin_us()
     size = _RECORDS + count * _RECORD_BYTES
     _keep.append(memory := ctypes.create_string_buffer(size + 64))
     base = (ctypes.addressof(memory) + 63) // 64 * 64
@@ -73,12 +72,21 @@ def start_helpers() -> None:
     serve = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
     for i in range(count):
         record = base + _RECORDS + i * _RECORD_BYTES
-        ctypes.c_int64.from_address(record + _SPIN_NS).value = spin_ns
+        _records.append(record)
         if libc.sem_init(ctypes.c_void_p(record + _SEMAPHORE), 0, 0):
             raise OSError(ctypes.get_errno(), "sem_init")
+    set_spin_us(spin_us)
+    for i, record in enumerate(_records):
         threading.Thread(target=serve, args=(record,), name=f"jaxserve-cpu-{i}", daemon=True).start()
 
 
+def set_spin_us(spin_us: int) -> None:
+    """How long the helpers that were started look for work from now on; for benchmarks."""
+    for record in _records:
+        ctypes.c_int64.from_address(record + _SPIN_NS).value = 1000 * spin_us
+
+
+_records: list[int] = []  # addresses
 _keep: list[object] = []  # memory and code that threads use until the process ends
 
 
