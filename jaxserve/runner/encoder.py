@@ -78,7 +78,7 @@ class EncoderRunner:
         self.dtype = options.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, model.config.max_model_len)
         self.lengths = length_ladder(self.max_model_len)
-        self._guard = CompileGuard()
+        self._guard = CompileGuard(is_warm=config.warmup)
         enable_compile_cache(config.compile_cache_dir)
         self._split = split_model(model)
         keys = [(batch, length) for length in reversed(self.lengths) for batch in self.batches(length)]

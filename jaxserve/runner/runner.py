@@ -149,7 +149,7 @@ class ModelRunner:
         self.dtype = options.dtype
         self._compares_hosts = config.compare_hosts
         self._load_file = config.expert_load
-        self._guard = CompileGuard()
+        self._guard = CompileGuard(is_warm=config.warmup or options.deterministic)
         enable_compile_cache(config.compile_cache_dir)
         requested = config.max_model_len or options.max_model_len
         max_model_len = resolve_max_model_len(requested, model_config.max_position_embeddings)

@@ -145,13 +145,14 @@ class FirstCall:
 
 class CompileGuard:
     """Counts compilations that happen inside `watch()` on the watching thread. Other code of the process may
-    compile what it likes."""
+    compile what it likes. is_warm: everything was compiled before, so that each of them is a fault."""
 
     _watching = threading.local()
     _is_registered = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_warm: bool = True) -> None:
         self.count = 0
+        self._is_warm = is_warm
         if not CompileGuard._is_registered:
             # jax keeps listeners for good, so there is one for all guards.
             jax.monitoring.register_event_duration_secs_listener(CompileGuard._on_event)
@@ -171,4 +172,7 @@ class CompileGuard:
         guard = getattr(CompileGuard._watching, "guard", None)
         if guard is not None and event == _COMPILE_EVENT:
             guard.count += 1
-            logger.error("a program was compiled after warm-up (%.2f s)", duration)
+            if guard._is_warm:
+                logger.error("a program was compiled after warm-up (%.2f s)", duration)
+            else:
+                logger.info("a program was compiled on its first use (%.2f s)", duration)

@@ -309,6 +309,16 @@ def test_the_guard_sees_a_compilation() -> None:
     assert (guard.count, other.count) == (1, 0)
 
 
+@pytest.mark.parametrize(("is_warm", "level"), [(True, "ERROR"), (False, "INFO")])
+def test_a_compilation_is_an_error_only_after_warm_up(
+    is_warm: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = CompileGuard(is_warm=is_warm)
+    with caplog.at_level("INFO"), guard.watch():
+        jax.jit(lambda x: x * 3.5 + float(is_warm))(1.0)
+    assert {record.levelname for record in caplog.records if "a program was compiled" in record.message} == {level}
+
+
 def test_pages_stay_in_place(runner: ModelRunner) -> None:
     state = runner._steps.state
     before = [layer.unsafe_buffer_pointer() for layer in state.pages]
