@@ -149,7 +149,8 @@ class ModelRunner:
         self.dtype = options.dtype
         self._compares_hosts = config.compare_hosts
         self._load_file = config.expert_load
-        self._guard = CompileGuard(is_warm=config.warmup or options.deterministic)
+        is_ready = config.warmup or options.deterministic
+        self._guard = CompileGuard(is_warm=is_ready)
         enable_compile_cache(config.compile_cache_dir)
         requested = config.max_model_len or options.max_model_len
         max_model_len = resolve_max_model_len(requested, model_config.max_position_embeddings)
@@ -164,7 +165,6 @@ class ModelRunner:
         programs = make_programs(model, shapes, options, mesh, hidden_size=model_config.hidden_size)
         state = DeviceState(programs.pages, shapes) if mesh is None else ShardedState(programs)
         eos = frozenset(int(token) for token in eos_token_ids)
-        is_ready = config.warmup or options.deterministic
         compiled: dict[Any, Any] = {} if is_ready else _CompileOnUse(programs)
 
         on_plan = None if self._link is None else self._send_plan

@@ -195,7 +195,7 @@ def _make_look_up(kind: str) -> ExpandStep:
     load = make_loader(kind, codes=tuple(float(code) for code in range(16)))
     shorts, integers = ir.VectorType(I16, STEP), ir.VectorType(I32, STEP)
     twice = ir.Constant(integers, 2 * list(range(LANES)))
-    # The look-up reads four bits of an index, and the lower half of the table alone: the upper one is left undefined.
+    # Indices have four bits, so only the lower half of the table is read: the upper one is left undefined.
     lower = ir.Constant(integers, list(range(STEP)))
     shifts = ir.Constant(shorts, [0] * LANES + [4] * LANES)
     four_bits = ir.Constant(shorts, [15] * STEP)
