@@ -1,14 +1,16 @@
 """Continuous against static batching on outputs of mixed length, on one engine.
 
-    python benchmarks/continuous_batching.py [--requests 128] [--rows 16] [--output-tokens 16:256:log] [--rounds 3]
+    python benchmarks/continuous_batching.py [--requests 256] [--rows 16] [--output-tokens 16:256:log] [--rounds 3]
 
     continuous        `--rows` requests under way, each finished one replaced at once
     static            groups of `--rows`; every row is computed until the longest of its group has ended, as in
                       padded batches, and only the tokens asked for count
     static, leaving   groups of `--rows`; a finished row costs nothing, but the next group waits for the longest
 
-Kernels, scheduler and prompts are the same in all three. Output lengths are uniform in the logarithm, as the
-lengths of answers tend to be; `--output-tokens 16:256` makes them uniform, which favours static batching.
+Kernels, scheduler and prompts are the same in all three. The last rows end one by one with nothing to take their
+place, a hundred thin steps that weigh less the more requests there are. Output lengths are uniform in the
+logarithm, as the lengths of answers tend to be; `--output-tokens 16:256` makes them uniform, which favours static
+batching.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def check(errors: list[str | None]) -> None:
 
 def main() -> None:
     parser = alternating.make_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt-tokens", default="32:128")
     parser.add_argument("--output-tokens", default="16:256:log")
