@@ -7,6 +7,7 @@ before are known, the masks are filled while the device computes, and sampling i
 from __future__ import annotations
 
 import concurrent.futures
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.constraint import Constraint, fill_masks, make_gate
 from jaxserve.structured.grammar import Grammar, GrammarError
 
+_MIN_CORES = 4  # to fill masks in parallel
 COMPILE_SECONDS = 30.0  # what a grammar may take until its request is refused; limits end it much sooner
 
 
@@ -164,7 +166,11 @@ class GrammarStage:
             mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << (token % 32))
         return mask
 
-    def _threads(self) -> llguidance.LLExecutor:
+    def _threads(self) -> llguidance.LLExecutor | None:
+        """None on a few cores: the executor would have one thread or two there, and handing work to a thread costs more
+        than it gives while a device of the same cores computes (a step of 16 rows on two cores: one percent)."""
+        if (os.cpu_count() or 1) < _MIN_CORES:
+            return None
         if self._executor is None:
             self._executor = llguidance.LLExecutor()
         return self._executor

@@ -98,6 +98,9 @@ class SampleBuilder:
         self._has_mask = np.zeros(rows + 1, bool)
         self._wants_logprobs = np.zeros(rows + 1, bool)
         self._owners: list[_Owner | None] = [None] * rows
+        in_range = np.array([token for token in eos_token_ids if token < shapes.vocab_size], np.int64)
+        self._all_but_eos = ~self._packed_mask(in_range)
+        self._eos_words = np.unique(in_range // 32)
         for row in range(rows + 1):
             self._write_neutral(row)
 
@@ -164,15 +167,20 @@ class SampleBuilder:
             forced[index] = token
         if not len(constraints.indices):
             return staged
-        mask = staged.mask
+        mask, chosen, allowed = staged.mask, constraints.indices, constraints.masks
+        ignores_eos = np.array([samples[index].params.ignore_eos for index in chosen])
         if mask is None:
             mask = np.full(staged.bucket * self.shapes.mask_words, _ALL_ONES, np.int32)
+            is_held = ignores_eos & (allowed[:, self._eos_words] & ~self._all_but_eos[self._eos_words]).any(axis=1)
+        else:
+            is_held = np.ones(len(chosen), bool)
         rows = mask.reshape(staged.bucket, -1)
-        for index, allowed in zip(constraints.indices.tolist(), constraints.masks):
+        held = rows[chosen[is_held]] & allowed[is_held]
+        rows[chosen] = allowed
+        if len(held):
             # Stop tokens are held back (min_tokens, ignore_eos), unless the grammar allows nothing else.
-            held = rows[index] & self._all_but_eos() if samples[index].params.ignore_eos else rows[index]
-            both = held & allowed
-            rows[index] = both if both.any() else allowed
+            held[ignores_eos[is_held]] &= self._all_but_eos
+            rows[chosen[is_held]] = np.where(held.any(axis=1, keepdims=True), held, allowed[is_held])
         forbidden = staged.forbidden if staged.forbidden is not None else _forbidden(samples, staged.bucket)
         return dataclasses.replace(staged, mask=mask, forbidden=forbidden)
 
@@ -248,9 +256,6 @@ class SampleBuilder:
         if params.min_tokens > 0:
             owner.allowed_without_stops = self._without_stops(owner)
             self._min_tokens[row] = params.min_tokens
-
-    def _all_but_eos(self) -> np.ndarray:
-        return ~self._packed_mask(np.array([t for t in self.eos_token_ids if t < self.shapes.vocab_size], np.int64))
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:
         """The row's mask: allowed ids without bad words of one token; None if everything is allowed."""

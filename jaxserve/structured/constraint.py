@@ -208,11 +208,15 @@ def make_gate(grammar: Grammar, vocabulary: llguidance.LLTokenizer) -> Gate | No
     return Gate(grammar.begins_after.encode(), ids, grammar.max_free_tokens, grammar.only_behind.encode())
 
 
-def fill_masks(executor: llguidance.LLExecutor, matchers: list[llguidance.LLMatcher], num_words: int) -> np.ndarray:
-    """Which tokens may come next, int32 [matchers, num_words], 32 tokens a word; in parallel and without the GIL."""
+def fill_masks(
+    executor: llguidance.LLExecutor | None, matchers: list[llguidance.LLMatcher], num_words: int
+) -> np.ndarray:
+    """Which tokens may come next, int32 [matchers, num_words], 32 tokens a word; without the GIL, and in parallel where
+    there is an executor."""
     masks = np.empty((len(matchers), num_words), np.int32)
-    if len(matchers) == 1:
-        matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    if executor is None or len(matchers) == 1:
+        for place, matcher in enumerate(matchers):
+            matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, num_words * 4)
     else:
         places = [(matcher, place) for place, matcher in enumerate(matchers)]
         executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, num_words * 4, len(matchers))
