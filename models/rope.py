@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxserve.models.config import RopeConfig
 
 # cos and sin of each token's position, [T, dim / 2] each
@@ -58,8 +59,18 @@ def rotation(rope: RopeConfig, positions: jax.Array, *, is_long: bool = False) -
     """positions [T] -> cos, sin [T, dim / 2] float32. is_long as in `inverse_frequencies`."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(rope, is_long=is_long))[None, :]
     scale = cos_sin_scale(rope)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+    def compute() -> Rotation:
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+    def compute_once() -> Rotation:
+        # XLA:CPU would compute cos and sin again for every head of every layer, inside the fusions that use them.
+        # It does not fuse across a branch; this one is always taken, which the compiler cannot know.
+        nothing = jnp.zeros_like(angle)
+        return lax.cond(positions[0] > np.iinfo(np.int32).min, compute, lambda: (nothing, nothing))
+
+    return lax.platform_dependent(cpu=compute_once, default=compute)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interleaved: bool = False) -> jax.Array:
