@@ -79,10 +79,13 @@ class OneAtATime(Backend):
         encode = self._local.encode
         extended = [context.add_text(choice) for choice in choices]
         tokens = [each.token_ids(encode) for each in extended]
-        start = len(context.token_ids(encode))
+        before = context.token_ids(encode)
         scores: list[Any] = [None] * len(choices)
 
         def ask(index: int) -> None:
+            # A choice may take the context's last token into its first one.
+            pairs = enumerate(zip(before, tokens[index]))
+            start = next((place for place, (mine, theirs) in pairs if mine != theirs), len(before))
             params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, prompt_logprobs_start=start)
 
             def answered(output: Any, pin: Any) -> None:
@@ -92,7 +95,7 @@ class OneAtATime(Backend):
                     return
                 found = output.prompt_logprobs[start:]
                 scores[index] = [(score.logprob, score.token_id, None) for score in found]
-                if all(scores):
+                if None not in scores:
                     decision = decide(method, choices, scores, None)
                     done(Selection(decision, extended[choices.index(decision.decision)]))
 
@@ -160,6 +163,8 @@ def main() -> None:
     options = parser.parse_args()
     work = workloads(options.size, options.max_tokens)
     names = options.programs.split(",") if options.programs else list(work)
+    if unknown := set(names) - set(work):
+        parser.error(f"--programs: {', '.join(sorted(unknown))}; there are {', '.join(work)}")
     common = {"dtype": options.dtype, "max_num_rows": options.max_num_rows, "max_model_len": 2048, "num_pages": 2048}
     reusing = LLM(options.model, progress=False, **common)
     settings = {"model": options.model, "dtype": options.dtype, "size": options.size, "max tokens": options.max_tokens}
