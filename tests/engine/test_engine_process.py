@@ -154,8 +154,10 @@ def test_outputs_of_one_step_come_as_one_batch():
         sizes = []
         while sum(sizes) < 8 * 20:
             sizes.append(len(front.wait_for(OutputBatch).outputs))
-        # Requests that arrive while steps run join one by one; from then on a step answers all of them at once.
-        assert max(sizes) == 8 and len(sizes) < 8 * 20 / 2
+        # Requests that arrive while steps run join one by one, so how many of them a step answers is a matter of time.
+        while (stats := front.wait_for(Heartbeat).stats).num_output_tokens < 8 * 20:
+            pass
+        assert len(sizes) <= stats.num_steps < 8 * 20
 
 
 def test_malformed_messages_are_dropped_and_a_readable_request_is_answered():
