@@ -12,7 +12,7 @@ from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.sample_builder import SampleBuilder, StagedSamples, unpack
 from jaxserve.runner.sampling import AFTER_ANY, AFTER_NONE
 from jaxserve.sampling_params import MAX_BAD_WORDS, SamplingParams
-from jaxserve.scheduler.decision import RowReset, RowWork, SampleWork, StepDecision
+from jaxserve.scheduler.decision import RowReset, RowWork, SampleWork, StepConstraints, StepDecision
 
 EOS = 5
 SHAPES = StepShapes(
@@ -222,6 +222,53 @@ def test_masks() -> None:
         assert allowed_tokens(staged) == expected, params
     _, staged, _ = stage(builder, sample(7, 0, SamplingParams(min_tokens=3), num_outputs=3))
     assert needs(staged) == {"random"}  # enough tokens: nothing to hold back
+
+
+def packed(tokens: set[int]) -> np.ndarray:
+    """[mask words] int32 with the bits of `tokens`."""
+    words = np.zeros(3, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << (token % 32))
+    return words.view(np.int32)
+
+
+TOKENS = st.sets(st.sampled_from([0, EOS, 31, 32, 69]))
+
+
+@given(
+    rows=st.lists(st.tuples(st.booleans(), st.booleans(), TOKENS, st.one_of(st.none(), TOKENS.filter(bool))),
+                  min_size=1, max_size=4),
+    grammar_on=st.lists(st.booleans(), min_size=4, max_size=4),
+)  # fmt: skip
+@settings(deadline=None, max_examples=200)
+def test_grammars_beside_what_a_row_holds_back(rows, grammar_on) -> None:
+    """Set by set: what the grammar allows, without end-of-sequence tokens where the request ignores or holds them back,
+    unless nothing would be left."""
+    builder = SampleBuilder(SHAPES, frozenset({EOS}))
+    samples, expected, indices, masks = [], [], [], []
+    for place, (ignores_eos, holds, grammar, listed) in enumerate(rows):
+        params = SamplingParams(
+            temperature=0, ignore_eos=ignores_eos, min_tokens=2 if holds else 0,
+            allowed_token_ids=None if listed is None else tuple(sorted(listed)),
+        )  # fmt: skip
+        samples.append(sample(place, place, params))
+        own = set(range(70)) if listed is None else listed
+        if holds and not ignores_eos:
+            own = own - {EOS} or own
+        if grammar and grammar_on[place]:
+            indices.append(place)
+            masks.append(packed(grammar))
+            both = own & grammar - ({EOS} if ignores_eos else set())
+            own = both or grammar
+        expected.append(own)
+    _, staged, _ = stage(builder, *samples)
+    mask = np.array(masks, np.int32).reshape(len(masks), 3)
+    found = builder.constrain(staged, tuple(samples), StepConstraints(np.array(indices, np.int64), mask, {}))
+    if found.mask is None:
+        assert not indices and expected == [set(range(70))] * len(rows)
+        return
+    assert [allowed_tokens(found, place) for place in range(len(rows))] == expected
+    assert all(allowed_tokens(found, place) == set(range(70)) for place in range(len(rows), found.bucket))
 
 
 def test_counts_row() -> None:
