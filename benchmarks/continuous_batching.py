@@ -8,7 +8,7 @@
     static, leaving   groups of `--rows`; a finished row costs nothing, but the next group waits for the longest
 
 Kernels, scheduler and prompts are the same in all three. The last rows end one by one with nothing to take their
-place, a hundred thin steps that weigh less the more requests there are. Output lengths are uniform in the
+place: thin steps that weigh less the more requests there are. Output lengths are uniform in the
 logarithm, as the lengths of answers tend to be; `--output-tokens 16:256` makes them uniform, which favours static
 batching.
 """

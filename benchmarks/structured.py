@@ -166,18 +166,18 @@ def check_cost(options: argparse.Namespace) -> bool:
     """Time per output token, that is per step, while all rows decode; and the processor time of all threads, which
     says more than the clock on a machine that does other work. Every round has an engine of its own, because the ratio
     differs between engines by a few percent, and measures each variant twice: a b b a."""
-    grammar = Grammar.json_schema(ROWS_SCHEMA)
-    measured: alternating.Rounds = {"free": [], "grammar": []}
+    grammars = {"free": None, "grammar": Grammar.json_schema(ROWS_SCHEMA)}
+    measured: alternating.Rounds = {variant: [] for variant in grammars}
     for number in range(options.rounds):
         with make_llm(
             options, max_num_rows=options.rows, jump_forward=False, max_model_len=options.output_tokens + 256
         ) as llm:
-            figures: dict[str, list[alternating.Figures]] = {"free": [], "grammar": []}
-            for variant in figures:
-                measure_decode(llm, options, None if variant == "free" else grammar, 99)
+            figures: alternating.Rounds = {variant: [] for variant in grammars}
+            for grammar in grammars.values():
+                measure_decode(llm, options, grammar, 99)
             order = ("free", "grammar", "grammar", "free") if number % 2 else ("grammar", "free", "free", "grammar")
             for place, variant in enumerate(order):
-                figures[variant].append(measure_decode(llm, options, None if variant == "free" else grammar, place))
+                figures[variant].append(measure_decode(llm, options, grammars[variant], place))
         for variant, runs in figures.items():
             measured[variant].append({name: statistics.fmean(run[name] for run in runs) for name in runs[0]})
     mean = alternating.median_ratio(measured, "grammar", "free", "ms a token, mean")

@@ -167,8 +167,8 @@ class GrammarStage:
         return mask
 
     def _threads(self) -> llguidance.LLExecutor | None:
-        """None on a few cores: the executor would have one thread or two there, and handing work to a thread costs more
-        than it gives while a device of the same cores computes (a step of 16 rows on two cores: one percent)."""
+        """None on a few cores: the executor would have one thread or two there, and take cores from a device that
+        computes on the same ones."""
         if (os.cpu_count() or 1) < _MIN_CORES:
             return None
         if self._executor is None:

@@ -100,7 +100,6 @@ class SampleBuilder:
         self._owners: list[_Owner | None] = [None] * rows
         in_range = np.array([token for token in eos_token_ids if token < shapes.vocab_size], np.int64)
         self._all_but_eos = ~self._packed_mask(in_range)
-        self._eos_words = np.unique(in_range // 32)
         for row in range(rows + 1):
             self._write_neutral(row)
 
@@ -168,19 +167,13 @@ class SampleBuilder:
         if not len(constraints.indices):
             return staged
         mask, chosen, allowed = staged.mask, constraints.indices, constraints.masks
-        ignores_eos = np.array([samples[index].params.ignore_eos for index in chosen])
         if mask is None:
             mask = np.full(staged.bucket * self.shapes.mask_words, _ALL_ONES, np.int32)
-            is_held = ignores_eos & (allowed[:, self._eos_words] & ~self._all_but_eos[self._eos_words]).any(axis=1)
-        else:
-            is_held = np.ones(len(chosen), bool)
         rows = mask.reshape(staged.bucket, -1)
-        held = rows[chosen[is_held]] & allowed[is_held]
-        rows[chosen] = allowed
-        if len(held):
-            # Stop tokens are held back (min_tokens, ignore_eos), unless the grammar allows nothing else.
-            held[ignores_eos[is_held]] &= self._all_but_eos
-            rows[chosen[is_held]] = np.where(held.any(axis=1, keepdims=True), held, allowed[is_held])
+        # Stop tokens are held back (min_tokens, ignore_eos), unless the grammar allows nothing else.
+        held = rows[chosen] & allowed
+        held[[samples[index].params.ignore_eos for index in chosen]] &= self._all_but_eos
+        rows[chosen] = np.where(held.any(axis=1, keepdims=True), held, allowed)
         forbidden = staged.forbidden if staged.forbidden is not None else _forbidden(samples, staged.bucket)
         return dataclasses.replace(staged, mask=mask, forbidden=forbidden)
 
