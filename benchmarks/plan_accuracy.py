@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jaxserve.bench.calibrate import StepTimer, fit, time_steps
+from jaxserve.bench.calibrate import StepTimer, TimedStep, fit, time_pauses, time_steps
 from jaxserve.bench.report import describe_machine
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
@@ -170,17 +170,23 @@ def main() -> None:
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in WORKLOADS}
     rows = []
     seed = 0
-    steps = time_steps(engine, timer, rounds=1, seed=seed)
+
+    def time_all(seed: int) -> tuple[list[TimedStep], list[tuple[float, float]]]:
+        """Steps, and pauses: CPU seconds do not see these."""
+        found = time_steps(engine, timer, rounds=1, seed=seed)
+        return found, [] if uses_cpu else time_pauses(engine, timer, seed=seed)
+
+    steps, pauses = time_all(seed)
     for round_number in range(options.rounds):
         for name, (make, clients) in WORKLOADS.items():
             seed += 1
             engine.flush_cache()
             timer.steps.clear()
             real = run_real(engine, make(seed), clients, uses_cpu)
-            later = time_steps(engine, timer, rounds=1, seed=seed)
+            later = time_all(seed)
             engine.flush_cache()
-            cost = fit(steps + later, buckets, request=timer.request_seconds)
-            steps = later
+            cost = fit(steps + later[0], buckets, request=timer.request_seconds, pauses=pauses + later[1])
+            steps, pauses = later
             fleet = FleetSimulator(
                 FleetOptions(num_replicas=1, geometry=engine.scheduler.geometry, cost=cost, max_in_flight=clients),
                 make_policy("round_robin"),

@@ -2,7 +2,7 @@
 
 Seeded requests of many sizes are served by the engine in this process while every step is timed; the costs are the
 means over steps of each bucket, and a fit of what depends on context. What is timed is the engine as it runs: two
-steps under way, text made, host work included.
+steps under way, text made, host work included. Lone requests after pauses show what an idle engine loses.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _SHAPES = (  # (rows at once, prompt tokens, output tokens): decodes of many wid
 )  # fmt: skip
 _OF_BUCKET = (0.4, 0.8, 1.0)  # prompts alone that fill a bucket so far beyond the one below
 _OUTPUTS_ALONE = 4
+_PAUSES = (0.05, 0.2, 0.5, 1.0)  # seconds
+_PROMPT_AFTER_PAUSE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +122,25 @@ def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int =
     return list(timer.steps)
 
 
+def time_pauses(engine: Engine, timer: StepTimer, *, rounds: int = 3, seed: int = 0) -> list[tuple[float, float]]:
+    """(seconds of a pause, seconds by which a request takes longer after it than without it)."""
+    source = TokenSource((1 << 31, seed), engine.model.vocab_size)
+
+    def request_after(pause: float) -> float:
+        prompt = source.ids(_PROMPT_AFTER_PAUSE)
+        time.sleep(pause)
+        start = time.perf_counter()
+        run_requests(engine, timer, [(prompt, 1)])
+        return time.perf_counter() - start
+
+    found = []
+    for _ in range(rounds):
+        for pause in _PAUSES:
+            warm = request_after(0.0)
+            found.append((pause, request_after(pause) - warm))
+    return found
+
+
 def _lone_prompts(buckets: Sequence[int]) -> list[int]:
     """Lengths of prompts, a few for every bucket."""
     lower = (0, *buckets)
@@ -128,8 +149,16 @@ def _lone_prompts(buckets: Sequence[int]) -> list[int]:
     )
 
 
-def fit(steps: Sequence[TimedStep], buckets: Sequence[int], *, request: float = 0.0, machine: str = "") -> MeasuredCost:
-    """The cost model that fits timed steps: one number per bucket, and slopes for context, pairs and rows.
+def fit(
+    steps: Sequence[TimedStep],
+    buckets: Sequence[int],
+    *,
+    request: float = 0.0,
+    pauses: Sequence[tuple[float, float]] = (),
+    machine: str = "",
+) -> MeasuredCost:
+    """The cost model that fits timed steps: one number per bucket, slopes for context, pairs and rows, and the median
+    of what was lost in each pause (a longer one never costs less).
 
     Slopes come from least squares over all steps, bounded below by 0; the number of a bucket is then the mean of what
     is left of its steps, without those above twice the median: they were disturbed. (A step that is read late because
@@ -151,6 +180,8 @@ def fit(steps: Sequence[TimedStep], buckets: Sequence[int], *, request: float = 
         # Beyond the largest step seen: in proportion to its size.
         top = places[-1]
         bases[top:] = [bases[top] * size / buckets[top] for size in buckets[top:]]
+    idle = sorted({pause for pause, _ in pauses})
+    lost = [statistics.median(seconds for pause, seconds in pauses if pause == length) for length in idle]
     return MeasuredCost(
         buckets=tuple(buckets),
         bucket_seconds=tuple(float(value) for value in bases),
@@ -158,6 +189,8 @@ def fit(steps: Sequence[TimedStep], buckets: Sequence[int], *, request: float = 
         pair=float(slopes[1]),
         row=float(slopes[2]),
         request=request,
+        idle=tuple(idle),
+        warm_ups=tuple(np.maximum.accumulate([0.0, *lost]).tolist()[1:]),
         machine=machine,
     )
 
@@ -202,12 +235,14 @@ def calibrate_engine(engine: Engine, *, rounds: int = 2, seed: int = 0) -> Measu
     timer = StepTimer(engine)
     try:
         steps = time_steps(engine, timer, rounds=rounds, seed=seed)
+        pauses = time_pauses(engine, timer, seed=seed)
     finally:
         timer.stop()
     machine = describe_machine()
     when = datetime.date.today().isoformat()
     name = f"{engine.model.name}, {engine.model.dtype}, {machine['processor']}, {when}"
-    return fit(steps, timer.runner.shapes.token_buckets, request=timer.request_seconds, machine=name)
+    buckets = timer.runner.shapes.token_buckets
+    return fit(steps, buckets, request=timer.request_seconds, pauses=pauses, machine=name)
 
 
 def calibrate_to_file(model: str, path: Path) -> None:

@@ -78,6 +78,7 @@ class Replica:
         self._gaps = gaps or Histogram()
         self._depth = 2 if overlap else 1
         self._flying: deque[_Flight] = deque()  # the oldest is what the device computes
+        self._last_end = 0.0  # of the step that was read last
         self._is_between = False  # from end_step() to go_on()
         self._leap: _Leap | None = None
         self._tokens = np.full(geometry.max_num_samples, SAMPLED_TOKEN, np.int32)
@@ -92,13 +93,15 @@ class Replica:
             self.next_end = leap.start + leap.count * leap.seconds
         elif not self._flying and not self._is_between:
             # Wakes up, and takes in all that arrives until it has done so.
-            self.next_end = (now if self.next_end is None else self.next_end) + self._cost.request
+            if self.next_end is None:
+                self.next_end = now + self._cost.warm_up(now - self._last_end)
+            self.next_end += self._cost.request
 
     def end_step(self) -> None:
         """What is under way ends at next_end: its tokens are read."""
         now = self.next_end
         assert now is not None
-        self.next_end, self._is_between = None, True
+        self.next_end, self._is_between, self._last_end = None, True, now
         if self._leap is not None:
             self._end_leap(self._leap)
         elif self._flying:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Protocol
 
+import numpy as np
+
 from jaxserve.scheduler.decision import StepDecision
 from jaxserve.simulator.devices import Device
 from jaxserve.simulator.model_shape import ModelShape
@@ -51,13 +53,15 @@ def decode_load(num_rows: int, context: float) -> StepLoad:
 
 
 class StepCost(Protocol):
-    """The time between two steps of an engine that always has work; and what an idle one needs to take a request in
-    before its first step."""
+    """The time between two steps of an engine that always has work; and what an idle one needs before its first step:
+    to take each request in, and to warm up after so many seconds without work."""
 
     @property
     def request(self) -> float: ...
 
     def seconds(self, load: StepLoad) -> float: ...
+
+    def warm_up(self, idle: float) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,9 @@ class RooflineCost:
 
     def seconds(self, load: StepLoad) -> float:
         return self.host.combined(sum(self.parts(load).values()), load.num_rows)
+
+    def warm_up(self, idle: float) -> float:
+        return 0.0
 
     def parts(self, load: StepLoad) -> dict[str, float]:
         """Device seconds of a step by part: attention, projections, feed-forward, head, links."""
@@ -245,6 +252,8 @@ class MeasuredCost:
     sample             seconds per sampled position
     row                seconds per row
     request            seconds to take a request in
+    idle, warm_ups     seconds without work, ascending, and by how much the first step after them takes longer: caches
+                       and translations of addresses are lost to neighbours, clocks go down
     machine            where and when, for people
     """
 
@@ -255,9 +264,13 @@ class MeasuredCost:
     sample: float = 0.0
     row: float = 0.0
     request: float = 0.0
+    idle: tuple[float, ...] = ()
+    warm_ups: tuple[float, ...] = ()
     machine: str = ""
 
     def __post_init__(self) -> None:
+        if len(self.idle) != len(self.warm_ups):
+            raise ValueError(f"warm_ups: got {len(self.warm_ups)} for {len(self.idle)} times of idleness")
         if len(self.buckets) != len(self.bucket_seconds) or not self.buckets:
             raise ValueError(f"bucket_seconds: got {len(self.bucket_seconds)} for {len(self.buckets)} buckets")
         if list(self.buckets) != sorted(set(self.buckets)):
@@ -267,6 +280,10 @@ class MeasuredCost:
         base = self.bucket_seconds[self.bucket_index(load.num_tokens)]
         linear = self.context * load.context + self.pair * load.pairs
         return base + linear + self.sample * load.num_samples + self.row * load.num_rows
+
+    def warm_up(self, idle: float) -> float:
+        """Straight lines between what was measured, from none at 0; constant beyond."""
+        return float(np.interp(idle, (0.0, *self.idle), (0.0, *self.warm_ups)))
 
     def bucket_index(self, num_tokens: int) -> int:
         """Of the smallest bucket that holds so many tokens. Raises ValueError if none does."""

@@ -67,3 +67,10 @@ def test_slopes_are_never_negative():
 def test_too_few_steps_are_refused():
     with pytest.raises(ValueError, match="20 or more"):
         fit(steps(np.random.default_rng(4), 5, noise=0.0), TRUE.buckets)
+
+
+def test_pauses_cost_their_median_and_longer_ones_never_less():
+    pauses = [(0.2, 0.02), (0.05, 0.01), (0.2, 0.9), (0.2, 0.03), (1.0, 0.025)]
+    cost = fit(steps(np.random.default_rng(5), 100, noise=0.0), TRUE.buckets, pauses=pauses)
+    assert (cost.idle, cost.warm_ups) == ((0.05, 0.2, 1.0), (0.01, 0.03, 0.03))
+    assert [cost.warm_up(idle) for idle in (0.0, 0.025, 5.0)] == pytest.approx([0.0, 0.005, 0.03])

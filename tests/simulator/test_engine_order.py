@@ -63,9 +63,10 @@ class TimedRunner:
 
 
 def run_engine(
-    shape: CacheGeometry, conversations: Iterable[Conversation], clients: int, *, overlap: bool, request: float = 0.0
+    shape: CacheGeometry, conversations: Iterable[Conversation], clients: int, cost: MeasuredCost, *, overlap: bool
 ) -> dict[str, Any]:
-    """Serve conversations by a real engine over a TimedRunner; it takes `request` seconds to take one in."""
+    """Serve conversations by a real engine over a TimedRunner; `cost` says how long it takes a request in and how
+    long it needs to warm up."""
     runner = TimedRunner(shape)
     model = ModelInfo(
         name="timed", tokenizer_path="", vocab_size=VOCAB, max_model_len=1024, eos_token_ids=[], max_num_rows=8,
@@ -84,10 +85,10 @@ def run_engine(
             params = SamplingParams(max_tokens=conversation.turns[turn].num_output, ignore_eos=True)
             tie += 1
             engine.handle(AddRequest(request_id=str(tie), prompt=prompt.tolist(), params=params))
-            runner.now += request
+            runner.now += cost.request
             live[str(tie)] = [now if clients else due, conversation, turn, prompt, 0]
         if not engine.has_work:
-            runner.now = waiting[0][0]
+            runner.now = waiting[0][0] + cost.warm_up(waiting[0][0] - runner.now)
             continue
         for output in engine.step():
             entry = live[output.request_id]
@@ -141,7 +142,7 @@ def agree(name: str, num_pages: int, cost: MeasuredCost, *, overlap: bool) -> No
     make, clients = WORKLOADS[name]
     shape = geometry(num_pages)
     for seed in range(2):
-        real = run_engine(shape, make(seed), clients, overlap=overlap, request=cost.request)
+        real = run_engine(shape, make(seed), clients, cost, overlap=overlap)
         fleet = FleetSimulator(
             FleetOptions(
                 num_replicas=1, geometry=shape, cost=cost, max_in_flight=clients, overlap=overlap, may_leap=False
@@ -167,3 +168,17 @@ def test_the_simulator_takes_the_steps_of_the_engine(name: str, num_pages: int, 
 @pytest.mark.parametrize("name", ["all at once", "a closed loop", "shared prefix"])
 def test_an_idle_engine_takes_its_time_to_take_requests_in(name: str):
     agree(name, 400, dataclasses.replace(COST, request=5e-4), overlap=True)
+
+
+@pytest.mark.parametrize("name", ["at a rate", "multi-turn"])
+def test_an_idle_engine_warms_up_again(name: str):
+    cost = dataclasses.replace(COST, idle=(0.01, 0.1), warm_ups=(0.002, 0.05))
+    agree(name, 400, cost, overlap=True)
+    make, _ = WORKLOADS[name]
+    seconds = [
+        FleetSimulator(FleetOptions(num_replicas=1, geometry=geometry(400), cost=each), make_policy("round_robin"))
+        .run(make(0))
+        .ttft.mean
+        for each in (COST, cost)
+    ]
+    assert seconds[1] > seconds[0]
