@@ -1,12 +1,12 @@
 """What cache-aware routing is worth: real engines on this machine, or simulated ones.
 
-    python benchmarks/router.py real [--replicas 4] [--rounds 2]
+    python benchmarks/router.py real [--model smollm2-135m] [--replicas 4] [--rounds 2]
     python benchmarks/router.py simulated [--replicas 8,16,64]
 
-Real: `jaxserve serve` processes over a random Llama (hidden 512, 6 layers) with small page pools, `jaxserve
-router` in front, a closed loop of clients. Workloads: generated-shared-prefix (every group equally often, random
-order), all prefixes together 2.8 x one worker's cache; the same with zipf popularity; all-unique prompts. Policies take
-turns on requests of equal lengths with other tokens, so that no cache carries over. Hits are the workers' own counts.
+Real: `jaxserve serve` processes with small page pools, `jaxserve router` in front, a closed loop of clients. Workloads:
+generated-shared-prefix (every group equally often, random order), all prefixes together 2.8 x one worker's cache; the
+same with zipf popularity; all-unique prompts. Policies take turns on requests of equal lengths with other tokens, so
+that no cache carries over. Hits are the workers' own counts.
 
 Simulated: Llama-3.1-8B on one H100 each by the roofline model, the same workloads scaled to its cache.
 """
@@ -40,9 +40,7 @@ from jaxserve.simulator.workloads import Lengths
 
 PAGE, NUM_PAGES, ROWS, STEP_TOKENS = 16, 180, 4, 128
 PREFIX, OWN, OUTPUT, CLIENTS_PER_WORKER = 512, 32, 4, 2
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
-from small_model import VOCAB, write_small_model  # noqa: E402
+VOCAB = 32_000  # ids of prompts are drawn from so many
 
 
 class Process:
@@ -50,7 +48,8 @@ class Process:
 
     def __init__(self, *arguments: str, log: Path) -> None:
         self._log = log
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+        # Processes share cores: a thread that waits must not hold one.
+        environment = {**os.environ, "JAXSERVE_CPU_SPIN_US": "0"}
         with log.open("wb") as file:
             command = [sys.executable, "-m", "jaxserve.cli", *arguments, "--port", "0"]
             self.process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL, env=environment)
@@ -151,15 +150,13 @@ def real(options: argparse.Namespace) -> None:
     policies = ["round_robin", "cache_aware", "cache_aware + events"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "model").mkdir()
-        write_small_model(folder / "model", hidden=512, layers=6)
         engine = ["--num-pages", str(NUM_PAGES), "--page-size", str(PAGE), "--max-num-rows", str(ROWS)]
         engine += ["--max-step-tokens", str(STEP_TOKENS), "--max-model-len", "1024", "--kv-events"]
         workers: list[Process] = []
         routers: dict[str, Process] = {}
         try:
             for number in range(count):
-                workers.append(Process("serve", str(folder / "model"), *engine, log=folder / f"w{number}"))
+                workers.append(Process("serve", options.model, *engine, log=folder / f"w{number}"))
                 workers[-1].wait_ready()  # one after another: the first one's compiled programs serve all
             for policy in policies:
                 arguments = ["router", "--route", policy.split(" ")[0]]
@@ -170,7 +167,8 @@ def real(options: argparse.Namespace) -> None:
                 routers[policy] = Process(*arguments, log=folder / policy.replace(" ", ""))
                 routers[policy].wait_ready()
             print(
-                f"{count} replicas, pools of {NUM_PAGES - 1} pages of {PAGE} tokens, {groups} prefixes of {PREFIX}: "
+                f"{count} replicas of {options.model}, pools of {NUM_PAGES - 1} pages of {PAGE} tokens, {groups} "
+                f"prefixes of {PREFIX}: "
                 f"{groups * PREFIX / ((NUM_PAGES - 1) * PAGE):.1f} x one cache; {num_requests} requests, "
                 f"{CLIENTS_PER_WORKER * count} clients; {report.describe_machine()['processor']}"
             )
@@ -248,6 +246,7 @@ def simulated(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("real", "simulated"))
+    parser.add_argument("--model", default="smollm2-135m", help="of real engines")
     parser.add_argument("--replicas", default=None)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=240)
