@@ -82,7 +82,7 @@ class StepTimer:
     def dispatch(self, decision: Any) -> Any:
         start = self._clock()
         handle = self.runner.dispatch(decision)
-        self._loads.append((load_of(decision), start))
+        self._loads.append((load_of(decision, self._engine.scheduler.geometry.page_size), start))
         return handle
 
     def collect(self, handle: Any) -> Any:

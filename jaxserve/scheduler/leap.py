@@ -8,36 +8,42 @@ With overlap one step is in flight when a leap begins, and one when it ends: the
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxserve.scheduler.decision import RowWork, SampleWork, StepDecision
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.scheduler import Scheduler
 
+_NO_LEAP: tuple[int, int, list[np.ndarray]] = (0, 0, [])
 
-def longest_leap(scheduler: Scheduler, in_flight: StepDecision | None = None) -> tuple[int, int]:
-    """How many steps may be taken at once now (0: none), and the tokens of context that the first of them reads.
+
+def longest_leap(scheduler: Scheduler, in_flight: StepDecision | None = None) -> tuple[int, int, list[np.ndarray]]:
+    """How many steps may be taken at once now (0: none), the tokens of context in the first of them, and the page
+    table of each row, int32 [num_pages].
 
     in_flight is the only step dispatched and not applied, if there is one: the first of those taken. Requests end by
     their length alone: their stop tokens are never sampled.
     """
     running = scheduler._queues.running
     if scheduler._queues.waiting or not running or scheduler.deterministic:
-        return 0, 0
+        return _NO_LEAP
     num_pending = 0
     if in_flight is not None:
         num_pending = 1
         if not len(running) == in_flight.num_decodes == len(in_flight.rows):
-            return 0, 0
+            return _NO_LEAP
     count, context = 1 << 30, 0
     for sequence in running:
         if sequence.num_pending != num_pending or sequence.is_prefilling or sequence.tail_is_shared:
-            return 0, 0
+            return _NO_LEAP
         if not sequence.request.output_ids:
-            return 0, 0
+            return _NO_LEAP
         count = min(count, sequence.request.max_total_tokens - sequence.num_known)
         context += sequence.num_computed + 1 - num_pending
     # Each row may need a page for every page_size tokens, and one more. The last token of a request takes a real step.
     room = (scheduler.cache.num_available // len(running) - 1) * scheduler.geometry.page_size
-    return max(0, min(count - 1, room)), context
+    tables = [sequence.pages[: sequence.num_pages] for sequence in running]
+    return max(0, min(count - 1, room)), context, tables
 
 
 def leap(scheduler: Scheduler, count: int, token: int, in_flight: StepDecision | None = None) -> StepDecision | None:

@@ -22,7 +22,7 @@ from jaxserve.scheduler.decision import CacheGeometry, StepDecision, StepResult
 from jaxserve.scheduler.leap import leap, longest_leap
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulator.statistics import Histogram
-from jaxserve.simulator.step_cost import StepCost, decode_load, load_of
+from jaxserve.simulator.step_cost import StepCost, decode_load, load_of, shared_tokens
 
 SAMPLED_TOKEN = 7  # what every simulated step samples
 
@@ -113,7 +113,7 @@ class Replica:
         if self._may_leap and self._try_leap(now):
             return
         while len(self._flying) < self._depth and (decision := self.scheduler.schedule()) is not None:
-            self._flying.append(_Flight(decision, self._cost.seconds(load_of(decision))))
+            self._flying.append(_Flight(decision, self._seconds(decision)))
         if not self._flying:
             if self.scheduler.has_work:
                 raise RuntimeError(f"{self.name}: nothing can run: {self.scheduler.stats()}")
@@ -134,6 +134,9 @@ class Replica:
             if request.finish_reason is not None:
                 self._on_done(request, now)
 
+    def _seconds(self, decision: StepDecision) -> float:
+        return self._cost.seconds(load_of(decision, self._geometry.page_size))
+
     def _account(self, seconds: float) -> None:
         held = self._geometry.num_pages - 1 - self.scheduler.cache.num_available
         self.busy_seconds += seconds
@@ -145,13 +148,14 @@ class Replica:
         """Begin a run of decoding steps, if nothing else can happen in them."""
         if len(self._flying) != self._depth - 1:
             return False
-        count, context = longest_leap(self.scheduler, self._flying[0].decision if self._flying else None)
+        count, context, tables = longest_leap(self.scheduler, self._flying[0].decision if self._flying else None)
         if count < 2:
             return False
-        num_rows = self.scheduler.num_running
+        num_rows = len(tables)
         # A step's cost grows evenly with its context: that of the middle is the mean of all.
         middle = context + (count - 1) * num_rows / 2
-        self._leap = _Leap(now, self._cost.seconds(decode_load(num_rows, middle)), count, num_rows)
+        load = decode_load(num_rows, middle, shared_tokens(tables, self._geometry.page_size))
+        self._leap = _Leap(now, self._cost.seconds(load), count, num_rows)
         self.next_end = now + self._leap.seconds * count
         return True
 
@@ -161,7 +165,7 @@ class Replica:
             self.scheduler, run.count, SAMPLED_TOKEN, self._flying.popleft().decision if self._flying else None
         )
         if decision is not None:
-            self._flying.append(_Flight(decision, self._cost.seconds(load_of(decision))))
+            self._flying.append(_Flight(decision, self._seconds(decision)))
         self._gaps.add(run.seconds, run.num_rows * run.count)
         self.num_steps += run.count
         self._account(run.seconds * run.count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,8 @@ class StepLoad:
 
     num_tokens      all tokens computed; num_decodes of them are one each of decoding rows
     num_samples     positions that go through the head
-    context         tokens of context read, summed over rows (a prefill chunk reads its context once)
+    context         tokens of context read, summed over rows (a prefill chunk reads its context once; decoding rows
+                    that begin with the same pages read those once together)
     pairs           (query, context) pairs of attention, summed over tokens
     """
 
@@ -34,9 +36,10 @@ class StepLoad:
     num_rows: int
 
 
-def load_of(decision: StepDecision) -> StepLoad:
+def load_of(decision: StepDecision, page_size: int) -> StepLoad:
     """The load of a scheduler's decision."""
-    num_tokens = context = 0
+    num_tokens = 0
+    context = -shared_tokens([row.pages for row in decision.rows[: decision.num_decodes]], page_size)
     pairs = 0.0
     for row in decision.rows:
         size = len(row.token_ids)
@@ -47,9 +50,24 @@ def load_of(decision: StepDecision) -> StepLoad:
     return StepLoad(num_tokens, decision.num_decodes, len(decision.samples), context, pairs, len(decision.rows))
 
 
-def decode_load(num_rows: int, context: float) -> StepLoad:
-    """A step in which `num_rows` rows with `context` tokens together get one token each."""
-    return StepLoad(num_rows, num_rows, num_rows, context, float(context), num_rows)
+def decode_load(num_rows: int, context: float, shared: int = 0) -> StepLoad:
+    """A step in which `num_rows` rows with `context` tokens together, `shared` of them counted more than once, get one
+    token each."""
+    return StepLoad(num_rows, num_rows, num_rows, context - shared, float(context), num_rows)
+
+
+def shared_tokens(tables: Sequence[np.ndarray], page_size: int) -> int:
+    """Tokens on pages that a row has in common with the first one whose table begins with the same page: kernels read
+    them once for all (cascade attention)."""
+    leaders: dict[int, np.ndarray] = {}
+    num_pages = 0
+    for table in tables:
+        leader = leaders.setdefault(int(table[0]), table)
+        if leader is not table:
+            size = min(len(table), len(leader))
+            differs = table[:size] != leader[:size]
+            num_pages += int(differs.argmax()) if differs.any() else size
+    return num_pages * page_size
 
 
 class StepCost(Protocol):

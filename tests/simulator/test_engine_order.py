@@ -53,7 +53,7 @@ class TimedRunner:
 
     def dispatch(self, decision: StepDecision) -> tuple[StepDecision, float]:
         self.num_steps += 1
-        self._free_at = max(self.now, self._free_at) + COST.seconds(load_of(decision))
+        self._free_at = max(self.now, self._free_at) + COST.seconds(load_of(decision, self.geometry.page_size))
         return decision, self._free_at
 
     def collect(self, handle: tuple[StepDecision, float]) -> StepResult:

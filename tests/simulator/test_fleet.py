@@ -115,6 +115,17 @@ def test_skewed_prefixes_do_not_overload_one_replica():
     assert result.hit_rate > 0.5
 
 
+def test_a_prefix_that_decoding_rows_share_is_read_once():
+    def seconds(groups: int) -> float:
+        lengths = (Lengths(low=1024, high=1024), Lengths(low=16, high=16), Lengths(low=64, high=64))
+        cost = MeasuredCost(buckets=(512,), bucket_seconds=(0.01,), context=1e-5)
+        workload = workloads.shared_prefix(16, groups, *lengths, rate=float("inf"), seed=0)
+        return simulate("round_robin", workload, num_replicas=1, num_pages=2000, cost=cost).seconds
+
+    # 64 steps of 16 rows: 16 x 1,056 tokens of context, or 1,024 and 16 x 32.
+    assert seconds(16) - seconds(1) > 0.8 * 64 * 15 * 1024 * 1e-5
+
+
 def test_agents_find_their_history():
     agents = workloads.agentic(
         20,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.simulator.devices import DEVICES, Device, device_named
@@ -17,6 +18,7 @@ from jaxserve.simulator.step_cost import (
     RooflineCost,
     StepLoad,
     decode_load,
+    shared_tokens,
 )
 
 NO_HOST = HostCost(step=0.0, row=0.0)
@@ -159,3 +161,10 @@ def test_a_measured_cost_pads_to_its_buckets():
         cost.seconds(decode_load(65, 0))
     with pytest.raises(ValueError, match="ascending"):
         MeasuredCost(buckets=(8, 1), bucket_seconds=(0.1, 0.2))
+
+
+def test_rows_that_begin_with_the_same_pages_read_them_once():
+    tables = [[5, 6, 7, 8], [5, 6, 9], [2, 6, 7], [5, 6, 7, 8, 3], [5]]
+    assert shared_tokens([np.array(table, np.int32) for table in tables], 16) == (2 + 4 + 1) * 16
+    load = decode_load(5, 250, 112)
+    assert (load.context, load.pairs) == (138, 250)
