@@ -36,7 +36,8 @@ TARGETS = {
 FLOPS = 989e12
 SMEM_PER_SM, SMEM_PER_BLOCK = 233472, 232448
 ATTENTION = ("paged_decode", "paged_cascade", "paged_prefill", "mla_attention")
-PRODUCTS = ("grouped_matmul",)
+PRODUCTS = ("quant_matmul", "grouped_matmul")
+READ_ONLY = ("quant_matmul",)  # store nothing to shared memory: copies fill it, threads read it
 COUNTED = ("HGMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDG.128", "LDG", "STG", "LDL", "STL")
 
 
@@ -136,9 +137,19 @@ def kernels(dump: Path) -> list[dict[str, Any]]:
                 "warps": warps, "shared_memory": smem, "blocks_per_sm": occupancy(registers, warps, smem),
                 "instructions": {op: n for op in COUNTED if (n := len(re.findall(pattern(op), sass)))},
                 "proxy_fences": text.count("fence.proxy.async"),
+                "register_budget": register_budget(text, registers, warps),
             }
         )  # fmt: skip
     return found
+
+
+def register_budget(ptx: str, registers: int, warps: int) -> int:
+    """Registers of a block, less those that its warpgroups ask for: negative where one would wait for ever. One
+    warpgroup gives some away, the others take them."""
+    given = [int(count) for count in re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx)]
+    taken = [int(count) for count in re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx)]
+    wanted = max(given, default=registers) + max(taken, default=registers) * (warps // 4 - 1)
+    return (-(-registers // 8) * 8 * (warps // 4) - wanted) * 128 if taken else 0
 
 
 def pattern(op: str) -> str:
@@ -181,6 +192,13 @@ def check(case_name: str, target: str) -> dict[str, Any]:
 
             function, arguments, donate, pool = gpu_steps.make(case_name)
             needs = ("HGMMA", "UTMALDG")
+        elif case_name.startswith("product "):
+            import gpu_products
+
+            name = case_name.removeprefix("product ")
+            (product,) = [product for product in gpu_products.all_products() if product.name == name]
+            function, arguments, needs = product.function, product.arguments, product.needs
+            donate, pool = (), ()
         else:
             import gpu_cases
 
@@ -207,16 +225,22 @@ def problems(report: dict[str, Any], needs: tuple[str, ...]) -> list[str]:
         for k in report["kernels"]
         if k["shared_memory"] > SMEM_PER_BLOCK
     ]
+    found += [
+        f"{k['name']}: warpgroups ask for {-k['register_budget']} registers more than a block has"
+        for k in report["kernels"]
+        if k["register_budget"] < 0
+    ]
     checked = [k for k in report["kernels"] if k["name"] in ATTENTION + PRODUCTS]
-    if not any(k["name"] in ATTENTION for k in checked):
-        found.append("no attention kernel came out of the compiler")
+    wanted, kind = (PRODUCTS, "product") if report["case"].startswith("product ") else (ATTENTION, "attention")
+    if not any(k["name"] in wanted for k in checked):
+        found.append(f"no {kind} kernel came out of the compiler")
     for kernel in checked:
         found += [f"{kernel['name']}: no {op}" for op in needs if op not in kernel["instructions"]]
-        if not kernel["proxy_fences"]:
+        if not kernel["proxy_fences"] and kernel["name"] not in READ_ONLY:
             found.append(f"{kernel['name']}: no fence between stores to shared memory and what reads them")
     if report["aliased"] < report["pool"]:
         found.append(f"pages: {report['aliased']} bytes are updated in place, the pool has {report['pool']}")
-    if "step" in report["case"] and report["temporaries"] > report["pool"] / 4:
+    if report["case"].startswith("step ") and report["temporaries"] > report["pool"] / 4:
         found.append(f"temporaries of {report['temporaries']} bytes beside a pool of {report['pool']}")
     return found
 
@@ -248,15 +272,15 @@ def table_rows(report: dict[str, Any], cases: Sequence[Any]) -> list[str]:
             f"| {case.name} | {k['name']} | {k['registers']} | {k['shared_memory']:,} | {k['blocks_per_sm']} | "
             f"{k['instructions'].get('HGMMA', 0)} | {k['instructions'].get('UTMALDG', 0)} | {bound} |"
             for k in report["kernels"]
-            if k["name"] in ("mla_attention", _attention_kernel(case))
+            if k["name"] in (*PRODUCTS, "mla_attention", _attention_kernel(case))
         ]
     return rows
 
 
 def _attention_kernel(case: Any) -> str:
-    """The kernel that a case is about; none for a mixed batch."""
-    work = case.work
-    if work.decodes and work.chunks:
+    """The attention kernel that a case is about; none for a product or a mixed batch."""
+    work = getattr(case, "work", None)
+    if work is None or (work.decodes and work.chunks):
         return ""
     return "paged_prefill" if work.chunks else "paged_cascade" if work.shared else "paged_decode"
 
@@ -265,6 +289,7 @@ def _programs(options: argparse.Namespace) -> list[tuple[str, list[Any]]]:
     """(name of what is compiled, the cases that it shows). For the table, one for all steps of one layer: their
     programs differ in the sizes of their arrays and hold the same kernels."""
     import gpu_cases
+    import gpu_products
 
     cases = gpu_cases.all_cases()
     programs = [(case.name, [case]) for case in cases]
@@ -273,6 +298,7 @@ def _programs(options: argparse.Namespace) -> list[tuple[str, list[Any]]]:
         for case in cases:
             layers.setdefault((case.spec, case.page_size, str(case.pages.dtype)), []).append(case)
         programs = [(group[0].name, group) for group in layers.values()]
+    programs += [(f"product {product.name}", [product]) for product in gpu_products.all_products()]
     programs += [(f"step {name}", []) for name in ("Llama-3-8B", "Qwen3-30B-A3B") if options.steps]
     return [(name, cases) for name, cases in programs if options.only.lower() in name.lower()]
 

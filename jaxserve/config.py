@@ -12,7 +12,7 @@ WEIGHTS = ("auto", "stored", "dense", "both")
 POLICIES = ("fcfs", "lpm", "priority")
 ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
 EXPERT_DISPATCHES = ("auto", "gather", "all_to_all")
-MATMUL_BACKENDS = ("auto", "cpu_ffi", "cpu_tiles", "xla", "mosaic")
+MATMUL_BACKENDS = ("auto", "cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret")
 DEFAULT_MODEL = "smollm2-135m"
 
 

@@ -18,6 +18,7 @@ from jaxserve.models.parameters import Parameters, WeightValue
 from jaxserve.models.quantization import dequantize_numpy, quantize
 from jaxserve.models.weights.buffers import aligned_empty
 from jaxserve.models.weights.tensor_file import TensorFile
+from jaxserve.pallas_kernels.matmul.planar import planar_parts
 from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, JoinedWeight, QuantizedWeight, joined
 
 AnyConfig = ModelConfig | EncoderConfig
@@ -180,6 +181,10 @@ class CheckpointParameters:
         self.place = place
         # Codes may be a view of the file, which on_device must not take over.
         self.place_codes = jnp.asarray if place is on_device else place
+        # The kernel for GPUs wants codes and scales apart. They are rearranged on the host.
+        is_gpu_kernel = options.matmul in ("mosaic", "interpret") and options.dtype == "bfloat16"
+        self.is_planar = is_gpu_kernel and place is on_device
+        self.place_part = np.asarray if self.is_planar else self.place_codes
         self.config, self.names, self.file = config, names, file
         self.dtype = DTYPES[options.dtype]
         self.expanded = options.dtype
@@ -203,11 +208,11 @@ class CheckpointParameters:
         if all(part is None for part in parts):
             return self._dense(tensors)
         stored = joined(
-            [self._dense([at]) if part is None else part for at, part in zip(tensors, parts)], self.place_codes
+            [self._dense([at]) if part is None else part for at, part in zip(tensors, parts)], self.place_part
         )
-        if self.weights != "both":
-            return stored
-        return DoubleWeight(stored, self.place(self._expanded(stored)))
+        if self.weights == "both":
+            stored = DoubleWeight(stored, self.place(self._expanded(stored)))
+        return planar_parts(stored) if self.is_planar else stored
 
     def _expanded(self, stored: QuantizedWeight | JoinedWeight) -> np.ndarray:
         """The values of quantised parts, one below the other, rounded once to the compute dtype."""
@@ -245,7 +250,7 @@ class CheckpointParameters:
             if made is None:
                 return None
             kind, codes = made
-        return QuantizedWeight(self.place_codes(codes), kind, (rows, columns), self.expanded)
+        return QuantizedWeight(self.place_part(codes), kind, (rows, columns), self.expanded)
 
     def exact(self, slot: str, rows: int, columns: int) -> jax.Array:
         return self.place(self._read(slot, file_name(self.names, slot), "weight", DTYPES["float32"]))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
-from jaxserve.pallas_kernels.matmul.api import linear
-from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, QuantizedWeight, take_rows
+from jaxserve.pallas_kernels.matmul.api import linear, take_rows
 from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 
 _LEAST_ROWS = 8  # of a reduction, below which XLA:CPU sums a row in another order
@@ -84,12 +83,7 @@ class Embedding(nnx.Module):
         is_here = None
         if self.mesh.tensor > 1:
             token_ids, is_here = lookup_ids(token_ids, table.shape[0], self.mesh)
-        if isinstance(table, DoubleWeight):
-            table = table.stored
-        if isinstance(table, QuantizedWeight):
-            x = take_rows(table, token_ids)
-        else:
-            x = table[token_ids].astype(jnp.float32)
+        x = take_rows(table, token_ids)
         if is_here is not None:
             x = sum_over_tensor(jnp.where(is_here[:, None], x, 0.0), self.mesh)
         return x if self.scale == 1.0 else x * self.scale

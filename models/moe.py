@@ -239,7 +239,7 @@ class MoE(nnx.Module):
         # What the product would round anyway: fewer bytes travel. The CPU kernels take float32 beside blocks.
         if not isinstance(stack, QuantizedWeight):
             x = x.astype(stack.dtype)
-        elif self.options.matmul in ("xla", "mosaic"):
+        elif self.options.matmul in ("xla", "mosaic", "interpret"):
             x = x.astype(stack.expanded)
         scheme = self.options.expert_dispatch
         if scheme == "auto":

@@ -12,10 +12,10 @@ import logging
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
-# "mosaic" has products of its own for experts; dense ones are XLA's. cpu_ffi multiplies in tile registers where a CPU
-# has them, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no such others, so that nothing
-# depends on the number of rows.
-MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic")
+# "mosaic" has products of its own for experts and quantised weights; other dense ones are XLA's. cpu_ffi multiplies in
+# tile registers where a CPU has them, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no
+# such others, so that nothing depends on the number of rows.
+MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret")
 
 
 @functools.cache

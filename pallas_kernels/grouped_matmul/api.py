@@ -24,8 +24,8 @@ def grouped_matmul(
     rounded to bfloat16 and products are summed in float32. No group has a capacity, and a row's result does not
     depend on the rows of its group or on those of others. Groups without rows cost nothing on CPU.
 
-    backend: "cpu_ffi", "xla" or "mosaic", as for dense products. Raises ValueError when the shapes do not fit, or the
-    dtype or the backend is unknown.
+    backend: "cpu_ffi", "xla", "mosaic" or "interpret", as for dense products. Raises ValueError when the shapes do not
+    fit, or the dtype or the backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
@@ -45,10 +45,12 @@ def grouped_matmul(
 
         if fits(x.shape, w):
             return grouped_matmul_cpu(x.astype(jnp.float32), w, group_sizes)
-    if backend == "mosaic" and not isinstance(w, QuantizedWeight):
+    if backend in ("mosaic", "interpret") and not isinstance(w, QuantizedWeight):
         # Loaded only here: it needs JAX 0.12.
         from jaxserve.pallas_kernels.grouped_matmul import mosaic
+        from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params
 
         if mosaic.fits(x.shape, w):
-            return mosaic.grouped_matmul_mosaic(x, w, group_sizes)
+            interpret = interpreter_params() if backend == "interpret" else None
+            return mosaic.grouped_matmul_mosaic(x, w, group_sizes, interpret=interpret)
     return grouped_matmul_xla(x, w, group_sizes)

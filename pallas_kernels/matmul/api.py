@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
+from jaxserve.pallas_kernels.matmul.planar import expand, take_planar_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
     BLOCK,
     AnyWeight,
     DoubleWeight,
     JoinedWeight,
+    PlanarWeight,
     QuantizedWeight,
     dequantize,
 )
@@ -24,7 +28,8 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
     With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are expanded
-    for each product, to bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight.
+    for each product, to bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight. Planar
+    ones are multiplied as stored by "mosaic" ("interpret": the same kernel in JAX's interpreter), unless rows are many.
     Backends "cpu_ffi" and "cpu_tiles" multiply in tile registers where the CPU has them and the weight fits, whatever
     T is, so that a row has the same bits in any. Elsewhere "cpu_ffi" has kernels for few rows (T fixes that when a
     program is traced), where quantised weights are multiplied as stored, with x in float32.
@@ -40,6 +45,8 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         return jnp.concatenate([linear(x, part, backend=backend) for part in w.parts], axis=1)
     if isinstance(w, QuantizedWeight):
         return _linear_quantized(x, w, backend)
+    if isinstance(w, PlanarWeight):
+        return _linear_planar(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
     if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0]:
@@ -57,6 +64,8 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
 
 def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
     """Whether so few rows are better off with the blocks than with a copy in bfloat16."""
+    if backend in ("mosaic", "interpret"):
+        return _fits_planar(x)
     if backend not in ("cpu_ffi", "cpu_tiles"):
         return False
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
@@ -78,6 +87,34 @@ def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Arr
             return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
         return linear(x, cpu_ffi_quantized.expand_cpu(w), backend=backend)
     return linear(x, dequantize(w).astype(w.expanded), backend=backend)
+
+
+def _fits_planar(x: jax.Array) -> bool:
+    # Loaded only here: it needs JAX 0.12.
+    from jaxserve.pallas_kernels.matmul.mosaic import MAX_ROWS
+
+    return 0 < x.shape[0] <= MAX_ROWS
+
+
+def _linear_planar(x: jax.Array, w: PlanarWeight, backend: str) -> jax.Array:
+    if backend in ("mosaic", "interpret") and _fits_planar(x):
+        from jaxserve.pallas_kernels.matmul.mosaic import quant_matmul_mosaic
+        from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params
+
+        return quant_matmul_mosaic(x, w, interpret=interpreter_params() if backend == "interpret" else None)
+    return linear_xla(x, expand(w).astype(jnp.bfloat16))
+
+
+def take_rows(table: AnyWeight, rows: jax.Array) -> jax.Array:
+    """Rows of a table [out, in], in any form but a joined one, by index [T] -> [T, in] float32."""
+    if isinstance(table, DoubleWeight):
+        table = table.stored
+    if isinstance(table, PlanarWeight):
+        return take_planar_rows(table, rows)
+    if isinstance(table, QuantizedWeight):
+        shape = rows.shape[0], table.shape[1]
+        return dequantize(dataclasses.replace(table, codes=table.codes[rows], shape=shape))
+    return table[rows].astype(jnp.float32)
 
 
 def linear_per_head(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:

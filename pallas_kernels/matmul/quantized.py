@@ -71,12 +71,40 @@ def _shape_on_device(array: jax.Array) -> tuple[int, ...]:
     return array.shape
 
 
+PAD = 128  # inputs and outputs of a PlanarWeight are padded to multiples of it
+# Codes of PAD inputs lie in words of 16 bits, so that a GPU can take one out of each half of a register at once: of 8
+# bits, word j has inputs j and 64 + j, of 4 bits inputs j, 32 + j, 64 + j and 96 + j, the first in the lowest bits.
+CODES_PER_WORD = {"int8": 2, "fp8": 2, "int4": 4}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlanarWeight:
+    """A weight [out, in], or a stack of them with one more axis in front; a value is scale * code + offset. For
+    GPUs; made by planar.py.
+
+    codes    uint16 [..., N, K / CODES_PER_WORD]
+    scales   float32 or float16 [..., K / group, N]
+    offsets  as scales, or None
+    form     what codes are: "int8", "fp8" (float8_e4m3fn) or "int4" (0 to 15)
+    shape    (out, in); N and K are multiples of PAD, what lies behind is zero
+    group    inputs that share a scale: 16, 32, or 0 for all of them (scales [..., 1, N])
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    offsets: jax.Array | None
+    form: str = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class JoinedWeight:
     """Weights that share their input, one below the other, each in a form of its own (never empty)."""
 
-    parts: tuple[QuantizedWeight | jax.Array, ...]
+    parts: tuple[QuantizedWeight | PlanarWeight | jax.Array, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,7 +116,7 @@ class JoinedWeight:
 class DoubleWeight:
     """One weight twice: in its blocks, which few rows are multiplied with, and expanded for many rows."""
 
-    stored: QuantizedWeight | JoinedWeight
+    stored: QuantizedWeight | PlanarWeight | JoinedWeight
     dense: jax.Array
 
     @property
@@ -96,7 +124,7 @@ class DoubleWeight:
         return self.stored.shape
 
 
-AnyWeight = jax.Array | QuantizedWeight | JoinedWeight | DoubleWeight
+AnyWeight = jax.Array | QuantizedWeight | PlanarWeight | JoinedWeight | DoubleWeight
 
 
 def block_bytes(kind: str) -> int:
@@ -120,17 +148,12 @@ def row_bytes(kind: str, num_inputs: int) -> int:
     return num_inputs // BLOCK * _BLOCK_BYTES[kind]
 
 
-def take_rows(weight: QuantizedWeight, rows: jax.Array) -> jax.Array:
-    """Rows of a table [out, in] by index [T] -> [T, in] float32."""
-    return dequantize(dataclasses.replace(weight, codes=weight.codes[rows], shape=(rows.shape[0], weight.shape[1])))
-
-
 def dequantize(weight: QuantizedWeight) -> jax.Array:
     """[out, in] float32."""
     codes, (num_outputs, num_inputs) = weight.codes, weight.shape
     if weight.kind in ROW_KINDS:
         scale = lax.bitcast_convert_type(codes[:, num_inputs:].reshape(num_outputs, 1, 4), jnp.float32)
-        return _signed(codes[:, :num_inputs], weight.kind) * scale
+        return signed(codes[:, :num_inputs], weight.kind) * scale
     blocks = codes.reshape(num_outputs, num_inputs // BLOCK, _BLOCK_BYTES[weight.kind])
     return _expand_blocks(blocks, weight.kind).reshape(num_outputs, num_inputs)
 
@@ -150,7 +173,7 @@ def _expand_blocks(blocks: jax.Array, kind: str) -> jax.Array:
         return jnp.concatenate([packed & 15, packed >> 4], axis=-1).astype(jnp.float32)
 
     if kind == "q8_0":
-        return half(0) * _signed(blocks[..., 2:], "int8")
+        return half(0) * signed(blocks[..., 2:], "int8")
     if kind == "q4_1":
         return half(0) * nibbles(4) + half(2)
     if kind == "q4_z":
@@ -159,12 +182,12 @@ def _expand_blocks(blocks: jax.Array, kind: str) -> jax.Array:
         return half(0) * byte(4) * nibbles(6) - half(2) * byte(5)
     if kind == "q6_k":
         factors = jnp.concatenate([byte(2, jnp.int8), byte(3, jnp.int8)], axis=-1)
-        return jnp.repeat(half(0) * factors, BLOCK // 2, axis=-1) * _signed(blocks[..., 4:], "int8")
+        return jnp.repeat(half(0) * factors, BLOCK // 2, axis=-1) * signed(blocks[..., 4:], "int8")
     scale = lax.bitcast_convert_type(blocks[..., :4], jnp.float32)[..., None]
-    return _signed(blocks[..., 4:], "fp8") * scale
+    return signed(blocks[..., 4:], "fp8") * scale
 
 
-def _signed(codes: jax.Array, kind: str) -> jax.Array:
+def signed(codes: jax.Array, kind: str) -> jax.Array:
     """uint8 codes of int8 or float8_e4m3fn as float32."""
     if kind == "int8":
         return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)

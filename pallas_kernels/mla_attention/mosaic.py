@@ -29,6 +29,8 @@ from jaxserve.pallas_kernels.kv_write.mosaic import write_latents
 from jaxserve.pallas_kernels.mla_attention.mosaic_plan import plan_items
 from jaxserve.pallas_kernels.mla_attention.spec import MLASpec
 from jaxserve.pallas_kernels.mosaic.hopper import (
+    COMPUTING_REGISTERS,
+    COPYING_REGISTERS,
     LOG2E,
     LOWEST,
     MMA_M,
@@ -112,7 +114,7 @@ def _attend_kernel(
 
     @pl.when(jnp.logical_and(warpgroup == HALVES, steps > 0))
     def _copy_pages():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
         row = row_ref[token]
         copy_steps(
             [lambda page: pages_ref.at[page]], [(c_smem, c_ready, c_free)], lambda i: table_ref[row, i],
@@ -141,7 +143,7 @@ def _attend_kernel(
 
     @pl.when(jnp.logical_and(warpgroup == 0, steps > 0))
     def _scores_and_first_half():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
         plgpu.copy_gmem_to_smem(q_ref.at[token, heads], q_smem, q_ready)
         plgpu.barrier_wait(q_ready)
 
@@ -192,7 +194,7 @@ def _attend_kernel(
 
     @pl.when(jnp.logical_and(warpgroup == 1, steps > 0))
     def _second_half():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
 
         def factor():
             return plgpu.load(factor_smem, layout=layout.reduce(1))

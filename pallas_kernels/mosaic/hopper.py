@@ -1,8 +1,9 @@
 """What the Mosaic GPU kernels share: buffers, products, constants of Hopper's warpgroup instructions.
 
-The kernels restrict themselves to what JAX's GPU interpreter runs, with two exceptions that live here, both of
-them about registers: on a GPU the left operand of a product may come from registers, and a product may add to
-values that are already in registers. The interpreter knows neither, so `interpret` chooses an equal form.
+The kernels restrict themselves to what JAX's GPU interpreter runs, with three exceptions that live here, all of them
+about registers: on a GPU the left operand of a product may come from registers, a product may add to values that are
+already in registers, and two words of 16 bits may be shifted at once. The interpreter knows none of these, so
+`interpret` chooses an equal form.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 LOG2E = math.log2(math.e)
 # Starting value of a running maximum: finite, so that no inf - inf can appear. Masked scores are -inf.
@@ -23,12 +29,18 @@ MMA_M = 64  # wgmma takes M in steps of 64 rows per warpgroup
 MMA_N = 8  # and N in steps of 8 columns
 ALIGN = 8  # rows of one shared-memory tile: a copy of part of a tiled array starts at a multiple
 SMEM_BYTES = 232448  # shared memory one block can have on Hopper
+# A block of two computing warpgroups and one that copies starts with 168 registers a thread. What the one gives away
+# must be enough for both others, or they wait for it for ever: 40 + 2 x 232 = 3 x 168.
+COPYING_REGISTERS, COMPUTING_REGISTERS = 40, 232
 
 
 def swizzled(*shape: int, dtype: Any) -> Any:
-    """A shared-memory buffer in the layout that TMA and wgmma both take; the last axis a multiple of 128 bytes."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((ALIGN, columns)), plgpu.SwizzleTransform(128)))
+    """A shared-memory buffer in the layout that TMA and wgmma both take; the last axis is 64 bytes or a multiple of
+    128."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(128, shape[-1] * itemsize)
+    transforms = (plgpu.TilingTransform((ALIGN, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
@@ -46,6 +58,29 @@ def add_product(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array
     if interpret:
         return acc + product(acc.shape, a, b)
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
+
+
+def shift_words(words: jax.Array, count: int, *, interpret: bool) -> jax.Array:
+    """uint16 words in layout WGMMA, shifted right by `count` bits (left if it is negative). What comes in is undefined:
+    a GPU shifts a register, which holds two words."""
+    if not count:
+        return words
+    if interpret:
+        shift = lax.shift_right_logical if count > 0 else lax.shift_left
+        return shift(words, jnp.full_like(words, abs(count)))
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=layout))
+    def shifted(_, array):
+        whole = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        amount = vector.broadcast(whole, arith.constant(whole.element_type, abs(count)))
+        registers = np.empty_like(array.registers)
+        for at, register in np.ndenumerate(array.registers):
+            shift = arith.shrui if count > 0 else arith.shli
+            registers[at] = vector.bitcast(register.type, shift(vector.bitcast(whole, register), amount))
+        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+    return shifted(words)
 
 
 def soft_cap(scores: jax.Array, scale: float, cap: float) -> jax.Array:

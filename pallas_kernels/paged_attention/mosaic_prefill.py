@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.mosaic.hopper import (
     ALIGN,
+    COMPUTING_REGISTERS,
+    COPYING_REGISTERS,
     LOG2E,
     LOWEST,
     add_product,
@@ -77,7 +79,7 @@ def _prefill_kernel(
 
     @pl.when(jnp.logical_and(warpgroup == COMPUTING, count > 0))
     def _copy_pages():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
         kv_head = lax.div(head_block * num_heads, spec.group_size)
         rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
         last_page = lax.div(kv_len - 1, page_size)
@@ -89,7 +91,7 @@ def _prefill_kernel(
 
     @pl.when(jnp.logical_and(warpgroup < COMPUTING, count > 0))
     def _compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
         layout = plgpu.Layout.WGMMA
         # This warpgroup's 64 queries: a head of the tile, or a half of it.
         head = head_block * num_heads + (warpgroup if num_heads > 1 else 0)

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels.backend import cpu_tiles_available
-from jaxserve.pallas_kernels.matmul.api import linear
+from jaxserve.pallas_kernels.matmul.api import linear, take_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
     KINDS,
     DoubleWeight,
@@ -22,7 +22,6 @@ from jaxserve.pallas_kernels.matmul.quantized import (
     dequantize,
     joined,
     quantize_int8,
-    take_rows,
 )
 from ragged_cases import needs_cpu_ffi, needs_cpu_tiles
 

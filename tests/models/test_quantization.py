@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.loading import load_config, load_model
 from jaxserve.models.quantization import ONLINE, dequantize_numpy, quantize
 from jaxserve.models.weights.gguf_blocks import KEPT, form_of, kept_blocks
-from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, JoinedWeight, QuantizedWeight, row_bytes
+from jaxserve.pallas_kernels.backend import mosaic_available
+from jaxserve.pallas_kernels.matmul.quantized import (
+    DoubleWeight,
+    JoinedWeight,
+    PlanarWeight,
+    QuantizedWeight,
+    row_bytes,
+)
 from paged_steps import PagedSteps
 from quantised_files import FORMS, write_quantised
 from safetensors.numpy import load_file, save_file
@@ -195,6 +203,19 @@ def test_a_model_quantised_at_load(method: str) -> None:
     small = load(TINY / "llama", quantization=method, weights="both", dtype="bfloat16", matmul="cpu_ffi")
     assert isinstance(arrays_of(small)["out"], DoubleWeight)
     assert np.abs(logits(small) - logits(model)).max() < 0.2
+
+
+@pytest.mark.skipif(not mosaic_available(interpret=True)[0], reason=mosaic_available(interpret=True)[1] or "-")
+@pytest.mark.parametrize("weights", ["stored", "both"])
+@pytest.mark.parametrize("method", ONLINE)
+def test_the_gpu_kernel_in_a_model(method: str, weights: str) -> None:
+    options = {"quantization": method, "weights": weights, "dtype": "bfloat16"}
+    model = load(TINY / "llama", matmul="interpret", **options)
+    arrays = arrays_of(model)
+    stored = arrays["out"].stored if weights == "both" else arrays["out"]
+    assert isinstance(stored, PlanarWeight) and isinstance(stored.codes, jax.Array)
+    expected = logits(load(TINY / "llama", **options))
+    assert np.abs(logits(model) - expected).max() < 2e-2 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("method", ONLINE)
