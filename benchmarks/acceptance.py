@@ -3,6 +3,7 @@
     python benchmarks/acceptance.py reference       # greedy tokens and log-probabilities equal transformers, float32
     python benchmarks/acceptance.py reference --model gemma3-270m --fixture tests/fixtures/gemma3_270m_greedy.json
     python benchmarks/acceptance.py quality         # bfloat16 weights beside float32: KL and top-1 agreement
+    python benchmarks/acceptance.py quality --page-dtype int8    # with quantised K/V
     python benchmarks/acceptance.py equality        # same tokens whatever overlap, prefix cache, chunk and page size
     python benchmarks/acceptance.py deterministic   # bitwise the same alone, in company, with a cold and a warm prefix
     python benchmarks/acceptance.py options         # no compilation after warm-up, whatever a request asks for
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.config import PAGE_DTYPES
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 SPLIT_GAP = 1e-4  # a smaller gap between the two best logits may be decided by rounding
@@ -93,14 +95,15 @@ def check_reference(options: argparse.Namespace, report: Report) -> None:
         )
 
 
-def make_scorer(model: str, dtype: str, longest: int) -> Callable[[list[int]], np.ndarray]:
-    """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages."""
+def make_scorer(model: str, dtype: str, longest: int, *, page_dtype: str = "auto") -> Callable[[list[int]], np.ndarray]:
+    """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages; page_dtype
+    "auto": dtype."""
     import jax
     import jax.numpy as jnp
     from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
     from jaxserve.models.loading import load_config, load_model
     from jaxserve.pallas_kernels.backend import resolve_attention_backend, resolve_matmul_backend
-    from jaxserve.pallas_kernels.paged_attention.api import page_array_shape
+    from jaxserve.pallas_kernels.pages import abstract_pages
     from jaxserve.pallas_kernels.ragged import RaggedBatch
 
     from jaxserve.hub import resolve_model
@@ -109,7 +112,7 @@ def make_scorer(model: str, dtype: str, longest: int) -> Callable[[list[int]], n
     config = load_config(source)
     runtime = RuntimeOptions(
         dtype=dtype,
-        page_dtype=dtype,
+        page_dtype=dtype if page_dtype == "auto" else page_dtype,
         attention=resolve_attention_backend("auto", "cpu"),
         matmul=resolve_matmul_backend("auto", "cpu"),
     )
@@ -134,8 +137,11 @@ def make_scorer(model: str, dtype: str, longest: int) -> Callable[[list[int]], n
         return jax.nn.log_softmax(network.compute_logits(hidden), axis=-1)
 
     def score(sequence: list[int]) -> np.ndarray:
-        shapes = [page_array_shape(spec, num_pages, 16, runtime.attention) for spec in network.attention_specs]
-        pages = KVPages(tuple(jnp.zeros(shape, dtype) for shape in shapes))
+        structs = [
+            abstract_pages(spec, num_pages, 16, runtime.page_dtype, runtime.attention)
+            for spec in network.attention_specs
+        ]
+        pages = KVPages(jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), tuple(structs)))
         token_ids = np.zeros(size, np.int32)
         token_ids[: len(sequence)] = sequence
         return np.asarray(run(jnp.asarray(token_ids), jnp.int32(len(sequence)), pages))[: len(sequence)]
@@ -146,7 +152,8 @@ def make_scorer(model: str, dtype: str, longest: int) -> Callable[[list[int]], n
 def check_quality(options: argparse.Namespace, report: Report) -> None:
     rows = json.loads(Path(options.fixture).read_text())["rows"]
     longest = max(len(row["prompt"]) + len(row["tokens"]) for row in rows)
-    exact, rough = (make_scorer(options.model, dtype, longest) for dtype in ("float32", "bfloat16"))
+    exact = make_scorer(options.model, "float32", longest)
+    rough = make_scorer(options.model, "bfloat16", longest, page_dtype=options.page_dtype)
     divergence: list[float] = []
     agreed = 0
     for row in rows:  # one at a time: a [len, vocabulary] table is large
@@ -156,9 +163,11 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
         divergence += (np.exp(p) * (p - q)).sum(-1).tolist()
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     mean, share = float(np.mean(divergence)), agreed / len(divergence)
+    pages = "" if options.page_dtype == "auto" else f" with {options.page_dtype} pages"
+    limit = 1e-2 if options.page_dtype == "fp8" else 2e-3  # fp8 has 3 bits of mantissa
     report.check(
-        mean <= 2e-3 and share >= 0.97,
-        f"bfloat16 beside float32 over {len(divergence)} positions: mean KL {mean:.2e} (at most 2e-3), "
+        mean <= limit and share >= 0.97,
+        f"bfloat16{pages} beside float32 over {len(divergence)} positions: mean KL {mean:.2e} (at most {limit:.0e}), "
         f"top-1 agreement {share:.2%} (at least 97 %)",
     )
 
@@ -272,6 +281,7 @@ def main() -> None:
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--fixture", default=str(FIXTURES / "smollm2_135m_greedy.json"))
+    parser.add_argument("--page-dtype", default="auto", choices=PAGE_DTYPES, help="of K/V, in the quality check")
     options = parser.parse_args()
     report = Report()
     CHECKS[options.check](options, report)

@@ -15,6 +15,7 @@ import dataclasses
 import platform
 import time
 from collections.abc import Callable
+from typing import Any
 
 import gguf
 import jax
@@ -23,7 +24,9 @@ import numpy as np
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
 from jaxserve.pallas_kernels.matmul.api import linear, linear_xla
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
-from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
+from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, paged_attention
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import QuantizedPages, quantize
+from jaxserve.pallas_kernels.pages import abstract_pages, page_bytes
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGE_SIZE = 9, 3, 64, 30, 16
@@ -84,6 +87,13 @@ def gather_attention(q, k, v, pages, batch: RaggedBatch):
     return out.reshape(q.shape), flat.reshape(pages.shape)
 
 
+def random_pages(struct: Any, key: jax.Array) -> Any:
+    """Pages of normal values."""
+    if not isinstance(struct, QuantizedPages):
+        return jax.random.normal(key, struct.shape).astype(struct.dtype)
+    return QuantizedPages(*quantize(jax.random.normal(key, struct.shape), struct.dtype))
+
+
 def attention_step(
     form: str, batch: RaggedBatch, num_pages: int, dtype: str, *, cascade: bool = True
 ) -> Callable[[], object]:
@@ -103,8 +113,8 @@ def attention_step(
             updated.append(pages)
         return q, updated
 
-    shape = page_array_shape(SPEC, num_pages, PAGE_SIZE, backend)
-    layers = [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(LAYERS)]
+    struct = abstract_pages(SPEC, num_pages, PAGE_SIZE, dtype, backend)
+    layers = [random_pages(struct, jax.random.key(i)) for i in range(LAYERS)]
     tokens = batch.positions.shape[0]
     q = jax.random.normal(jax.random.key(100), (tokens, HEADS, HEAD_DIM))
     k = jax.random.normal(jax.random.key(101), (tokens, KV_HEADS, HEAD_DIM))
@@ -120,11 +130,11 @@ def attention_step(
 
 def bench_attention(num_rows: int, cached: int, new: int, rounds: int, bandwidth: float) -> None:
     batch, num_pages = make_batch(num_rows, cached, new)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8", "fp8"):
         # With bfloat16 pages XLA's scatter copies the cache: not a form anybody would serve with.
         names = ["cpu_ffi", "xla", "gather"] if dtype == "float32" else ["cpu_ffi"]
         times = median_seconds({name: attention_step(name, batch, num_pages, dtype) for name in names}, rounds)
-        kv_bytes = num_rows * (cached + new) * KV_HEADS * HEAD_DIM * 2 * jnp.dtype(dtype).itemsize * LAYERS
+        kv_bytes = num_rows * (cached + new) * page_bytes(SPEC, PAGE_SIZE, dtype) // PAGE_SIZE * LAYERS
         for name, seconds in times.items():
             rate = kv_bytes / seconds
             print(

@@ -7,6 +7,7 @@ import dataclasses
 from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
 
 DTYPES = ("auto", "float32", "bfloat16")
+PAGE_DTYPES = (*DTYPES, "int8", "fp8")
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 WEIGHTS = ("auto", "stored", "dense", "both")
 POLICIES = ("fcfs", "lpm", "priority")
@@ -34,7 +35,8 @@ class EngineConfig:
                        model's generation_config.json
     check_weights      refuse checkpoints with NaN or infinity in them
     page_dtype         type of cached K/V; "auto": bfloat16 where the attention backend writes it in place,
-                       float32 with dtype float32
+                       float32 with dtype float32; "int8" and "fp8" (e4m3): codes with a scale per token
+                       and head, about half of bfloat16's memory; not with latent attention
     max_model_len      longest prompt + output in tokens; None: what the model allows, at most 8192
     page_size          tokens per page; None: 16 on CPU, 64 on GPU
     num_pages          pages of the pool; None: from kv_cache_bytes
@@ -106,7 +108,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("page_dtype", self.page_dtype, DTYPES)
+        _one_of("page_dtype", self.page_dtype, PAGE_DTYPES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("policy", self.policy, POLICIES)

@@ -11,6 +11,7 @@ from jaxserve.models.layers import Linear, RMSNorm
 from jaxserve.models.parameters import Parameters
 from jaxserve.models.rope import Rotation, rotate
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, paged_attention
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 
@@ -61,8 +62,8 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(params.vector(f"{prefix}.sinks", heads)) if config.has_sinks else None
 
     def __call__(
-        self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, pages: Pages, batch: RaggedBatch, rotation: Rotation | None
+    ) -> tuple[jax.Array, Pages]:
         """x [T, hidden] -> ([T, hidden] float32, updated pages of this layer)."""
         spec, num_tokens = self.spec, x.shape[0]
         q, k, v = self._project(x)

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 import jax
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.sharding.expert_slots import ExpertSlots
 from jaxserve.sharding.shape import ONE_DEVICE, MeshShape
@@ -37,14 +38,14 @@ class StepInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVPages:
-    """The paged cache of every layer: layers[i] is one array holding K and V of layer i.
+    """The paged cache of every layer: layers[i] holds K and V of layer i, in one array or as codes and scales.
 
     Its shape belongs to the attention backend (`pallas_kernels/paged_attention/api.py`: page_array_shape); the
     page is always a leading axis, so that pages are copied by `layer.at[dst].set(layer[src])`. Donated to every
     step and returned by it; nobody else keeps a reference. Page 0 is a dummy and never belongs to a request.
     """
 
-    layers: tuple[jax.Array, ...]
+    layers: tuple[Pages, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RuntimeOptions:
 
     dtype           "float32" or "bfloat16": type of weights as computed with; results are float32 on CPU
     page_size       tokens per page
-    page_dtype      "float32" or "bfloat16": type of the stored K/V
+    page_dtype      "float32", "bfloat16", "int8" or "fp8": type of the stored K/V
     attention       backend name for paged attention ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
     matmul          backend name for dense products ("cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret"); see
                     matmul.api.linear

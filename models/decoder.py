@@ -12,6 +12,7 @@ from jaxserve.models.mla import MLAAttention
 from jaxserve.models.moe import MoE
 from jaxserve.models.parameters import Parameters
 from jaxserve.models.rope import Rotation, rotation
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.pages import LayerSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
@@ -48,8 +49,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = norm("mlp_post_norm", config.has_post_norms)
 
     def __call__(
-        self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, pages: Pages, batch: RaggedBatch, rotation: Rotation | None
+    ) -> tuple[jax.Array, Pages]:
         """x [T, hidden] float32 -> (the same shape, updated pages of this layer)."""
         out, pages = self.attention(_apply(self.attention_norm, x), pages, batch, rotation)
         x = x + _apply(self.attention_post_norm, out)

@@ -13,13 +13,13 @@ from jax import lax
 
 
 def copy_pages(
-    layers: tuple[jax.Array, ...],  # [num_pages, ...] each
+    layers: Any,  # pytree of arrays [num_pages, ...]
     count: jax.Array,  # [] int32
     sources: jax.Array,  # [n] int32
     targets: jax.Array,  # [n] int32
     *,
     backend: str,
-) -> tuple[jax.Array, ...]:
+) -> Any:
     """Copy page sources[i] to targets[i] for i below `count`, one after the other, in every layer. Page numbers
     must lie in [0, num_pages). Donate the layers: the results are then the same memory.
 
@@ -28,13 +28,14 @@ def copy_pages(
     """
     if backend == "cpu_ffi":
         pairs = jnp.concatenate([count[None], sources, targets])
-        return tuple(_copy_bytes(layer, pairs) for layer in layers)
+        return jax.tree.map(lambda layer: _copy_bytes(layer, pairs), layers)
 
-    def copy_one(i: jax.Array, layers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(
-            lax.dynamic_update_slice_in_dim(layer, lax.dynamic_slice_in_dim(layer, sources[i], 1), targets[i], axis=0)
-            for layer in layers
-        )
+    def copy_one(i: jax.Array, layers: Any) -> Any:
+        def copy(layer: jax.Array) -> jax.Array:
+            page = lax.dynamic_slice_in_dim(layer, sources[i], 1)
+            return lax.dynamic_update_slice_in_dim(layer, page, targets[i], axis=0)
+
+        return jax.tree.map(copy, layers)
 
     return lax.fori_loop(0, count, copy_one, layers)
 

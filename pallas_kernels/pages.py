@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.pallas_kernels.mla_attention.spec import MLASpec, latent_page_bytes, latent_page_shape
 from jaxserve.pallas_kernels.paged_attention import api as paged_attention
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import page_struct
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec, check_page_size
 
 LayerSpec = AttentionSpec | MLASpec
@@ -16,6 +19,12 @@ def page_array_shape(spec: LayerSpec, num_pages: int, page_size: int, backend: s
         check_page_size(page_size)
         return latent_page_shape(spec, num_pages, page_size)
     return paged_attention.page_array_shape(spec, num_pages, page_size, backend)
+
+
+def abstract_pages(spec: LayerSpec, num_pages: int, page_size: int, page_dtype: str, backend: str) -> Any:
+    """Shapes and types of one layer's pages: one array, or the codes and scales of a quantised page_dtype."""
+    page_bytes(spec, page_size, page_dtype, backend)  # raises where there are no such pages
+    return page_struct(page_array_shape(spec, num_pages, page_size, backend), page_dtype)
 
 
 def page_bytes(spec: LayerSpec, page_size: int, page_dtype: str, backend: str = "xla") -> int:

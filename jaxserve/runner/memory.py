@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,16 +94,17 @@ def free_bytes(device: jax.Device) -> int:
     return min(_system_available(), _control_group_available())
 
 
-def allocate(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
+def allocate(shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Zeroed arrays made on the device, or on those of their sharding: memory that came from numpy could not be
     donated."""
 
-    def make() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+    def make() -> tuple[Any, ...]:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
-    if all(shape.sharding is None for shape in shapes):
+    if all(shape.sharding is None for shape in jax.tree.leaves(shapes)):
         return jax.block_until_ready(jax.jit(make)())
-    return jax.block_until_ready(jax.jit(make, out_shardings=tuple(shape.sharding for shape in shapes))())
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    return jax.block_until_ready(jax.jit(make, out_shardings=shardings)())
 
 
 def _system_available(meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,7 +25,8 @@ from jaxserve.pallas_kernels.backend import (
     resolve_attention_backend,
     resolve_matmul_backend,
 )
-from jaxserve.pallas_kernels.pages import page_array_shape, page_bytes, writes_in_place
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
+from jaxserve.pallas_kernels.pages import abstract_pages, page_bytes, writes_in_place
 from jaxserve.runner import memory
 from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
@@ -299,6 +299,8 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, _OTHER_PAGE_SIZE)
     if model_config is not None:
         if (mla := model_config.mla) is not None:
+            if page_dtype in CODES:
+                raise ValueError(f"page_dtype: got {page_dtype!r} with latent attention; allowed: float32, bfloat16")
             reason = mosaic_latent_reason(mla.kv_lora_rank, mla.rope_head_dim, page_size, page_dtype)
         else:
             reason = mosaic_reason(model_config.head_dim, page_size, page_dtype)
@@ -355,11 +357,10 @@ def resolve_max_model_len(requested: int | None, of_model: int) -> int:
     return requested
 
 
-def page_arrays(model: Model, options: RuntimeOptions, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def page_arrays(model: Model, options: RuntimeOptions, num_pages: int) -> tuple[Any, ...]:
     """Shape and dtype of each layer's pages."""
-    dtype = jnp.dtype(options.page_dtype)
     return tuple(
-        jax.ShapeDtypeStruct(page_array_shape(spec, num_pages, options.page_size, options.attention), dtype)
+        abstract_pages(spec, num_pages, options.page_size, options.page_dtype, options.attention)
         for spec in model.attention_specs
     )
 

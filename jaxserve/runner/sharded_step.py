@@ -62,12 +62,15 @@ class ShardedPrograms(StepPrograms):
                 shape[dimension] *= self.mesh.shape[axis]
         return jax.ShapeDtypeStruct(tuple(shape), struct.dtype, sharding=NamedSharding(self.mesh, part))
 
+    def _global_structs(self, structs: Any, part: PartitionSpec) -> Any:
+        return jax.tree.map(lambda struct: self.global_struct(struct, part), structs)
+
     def state_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
         """(page arrays, (last-token table, token counts, biases, expert load)) as global arrays."""
         tables = (self._table(), self._rows(jnp.int16), self._rows(jnp.float32), self._load())
         specs = (RANKS, ROWS_BY_VOCAB, ROWS_BY_VOCAB, RANKS)
         return (
-            tuple(self.global_struct(page, DEVICES) for page in self.pages),
+            self._global_structs(self.pages, DEVICES),
             tuple(self.global_struct(table, part) for table, part in zip(tables, specs)),
         )
 
@@ -82,12 +85,7 @@ class ShardedPrograms(StepPrograms):
         has_leaves: bool = False,
     ) -> Program:
         """A program whose arguments are given by one device's part; with has_leaves the model comes first."""
-        structs = tuple(
-            tuple(self.global_struct(one, part) for one in struct)
-            if isinstance(struct, tuple)
-            else self.global_struct(struct, part)
-            for struct, part in arguments
-        )
+        structs = tuple(self._global_structs(struct, part) for struct, part in arguments)
         in_specs = tuple(part for _, part in arguments)
         if has_leaves:
             leaves = self.model.leaves

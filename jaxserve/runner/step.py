@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxserve.models.contract import KVPages, Model, StepInputs
 from jaxserve.pallas_kernels import page_copy
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages as LayerPages
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.runner import batch_builder, sample_builder, sampling
 from jaxserve.runner.buckets import StepShapes
@@ -28,7 +29,7 @@ from jaxserve.scheduler.decision import POOL_SUM
 
 COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
 
-Pages = tuple[jax.Array, ...]
+Pages = tuple[LayerPages, ...]
 Leaves = tuple[jax.Array, ...]
 
 
@@ -73,13 +74,13 @@ class StepPrograms:
     """All programs that an engine of these shapes can use, by key.
 
     model       the split model (its leaves may be abstract)
-    pages       shape and dtype of each layer's page array
+    pages       shape and dtype of each layer's pages
     attention   backend that owns the pages
     """
 
     model: SplitModel
     shapes: StepShapes
-    pages: tuple[jax.ShapeDtypeStruct, ...]
+    pages: tuple[Any, ...]
     hidden_size: int
     attention: str
     branch: bool  # see sampling.draw_tokens

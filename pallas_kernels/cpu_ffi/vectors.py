@@ -36,7 +36,7 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(I32, LANES)
 MASKED = -1e30  # score of a token that is not visible; finite, so that differences stay finite
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
 class Emitter:
@@ -68,16 +68,32 @@ class Emitter:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=align)
 
     def load_as_float(self, address: ir.Value, kind: str) -> ir.Value:
-        """16 consecutive elements of `kind` as float32."""
+        """16 consecutive elements of `kind` as float32; fp8: see codes_as_float."""
         b = self.b
         if kind == "float32":
             return self.load(address)
         if kind == "bfloat16":
             wide = b.zext(self.load(address, ir.VectorType(I16, LANES), 2), INT_VECTOR)
             return b.bitcast(b.shl(wide, ir.Constant(INT_VECTOR, [16] * LANES)), VECTOR)
-        if kind == "int8":
-            return b.sitofp(b.sext(self.load(address, ir.VectorType(I8, LANES), 1), INT_VECTOR), VECTOR)
+        if ELEMENT_BYTES.get(kind) == 1:
+            return self.codes_as_float(self.load(address, ir.VectorType(I8, LANES), 1), kind)
         raise ValueError(f"element kind: got {kind!r}; allowed: {', '.join(ELEMENT_BYTES)}")
+
+    def codes_as_float(self, codes: ir.Value, kind: str) -> ir.Value:
+        """16 bytes as float32: int8, or fp8 (float8_e4m3fn) times 2**-8."""
+        b = self.b
+        if kind == "int8":
+            return b.sitofp(b.sext(codes, INT_VECTOR), VECTOR)
+        shorts = ir.VectorType(I16, LANES)
+
+        def short(value: int) -> ir.Constant:
+            return ir.Constant(shorts, [value] * LANES)
+
+        # The bits of a float16 with three bits of the exponent missing; conversion of those is exact in hardware,
+        # subnormal or not, and not subject to the thread's flush-to-zero mode.
+        wide = b.zext(codes, shorts)
+        bits = b.or_(b.shl(b.and_(wide, short(0x80)), short(8)), b.shl(b.and_(wide, short(0x7F)), short(7)))
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
 
     def store_as(self, value: ir.Value, address: ir.Value, kind: str) -> None:
         """Store 16 float32 as `kind`, bfloat16 rounded to nearest even, NaN kept."""

@@ -90,7 +90,6 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
     """STEP (one block of) stored weights as float32 vectors. codes: what these 16 codes stand for in a block whose
     codes have 4 bits, instead of the block's own."""
     size = block_bytes(kind)
-    bytes16, shorts16 = _BYTES16, ir.VectorType(I16, LANES)
     codes = [ir.Constant(VECTOR, codes)] if codes else []
 
     def load(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
@@ -107,22 +106,8 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
         def nibbles() -> list[ir.Value]:
             return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in load_nibbles(e, kind, block)]
 
-        def int8s(at: int) -> list[ir.Value]:
-            return [e.load_as_float(e.at(block, at + j), "int8") for j in (0, LANES)]
-
-        def fp8s(at: int) -> list[ir.Value]:
-            # The bits of a float16 with three bits of the exponent missing; conversion of those is exact in hardware,
-            # subnormal or not, and not subject to the thread's flush-to-zero mode.
-            def short(value: int) -> ir.Constant:
-                return ir.Constant(shorts16, [value] * LANES)
-
-            found = []
-            for j in (0, LANES):
-                wide = b.zext(e.load(e.at(block, at + j), bytes16, 1), shorts16)
-                sign = b.shl(b.and_(wide, short(0x80)), short(8))
-                bits = b.or_(sign, b.shl(b.and_(wide, short(0x7F)), short(7)))
-                found.append(b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR))
-            return found
+        def codes8(at: int, kind: str) -> list[ir.Value]:
+            return [e.load_as_float(e.at(block, at + j), kind) for j in (0, LANES)]
 
         def times(values: list[ir.Value], factor: ir.Value) -> list[ir.Value]:
             wide = e.splat(factor)
@@ -132,11 +117,11 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
             return b.fmul(scale, ir.Constant(FLOAT, FP8_SCALE))
 
         if kind == "int8":
-            return block, times(int8s(0), e.load(b.add(row, k), FLOAT, 1))
+            return block, times(codes8(0, "int8"), e.load(b.add(row, k), FLOAT, 1))
         if kind == "fp8":
-            return block, times(fp8s(0), fp8_factor(e.load(b.add(row, k), FLOAT, 1)))
+            return block, times(codes8(0, "fp8"), fp8_factor(e.load(b.add(row, k), FLOAT, 1)))
         if kind == "q8_0":
-            return block, times(int8s(2), half(0))
+            return block, times(codes8(2, "int8"), half(0))
         if kind == "q4_1":
             # Both numbers in every pair of lanes, converted together: fewer shuffles than one after the other.
             pairs = b.bitcast(e.splat(e.load(block, I32, 2), LANES // 2), ir.VectorType(ir.HalfType(), LANES))
@@ -152,8 +137,8 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
             return block, [b.fsub(b.fmul(value, factor), offset) for value in codes or nibbles()]
         if kind == "q6_k":
             factors = [e.splat(b.fmul(half(0), byte(at, signed=True))) for at in (2, 3)]
-            return block, [b.fmul(value, factor) for value, factor in zip(int8s(4), factors)]
-        return block, times(fp8s(4), fp8_factor(e.load(block, FLOAT, 1)))
+            return block, [b.fmul(value, factor) for value, factor in zip(codes8(4, "int8"), factors)]
+        return block, times(codes8(4, "fp8"), fp8_factor(e.load(block, FLOAT, 1)))
 
     return load
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 from jaxserve.pallas_kernels.paged_attention.spec import element_bytes
 
 
@@ -44,5 +45,7 @@ def latent_page_shape(spec: MLASpec, num_pages: int, page_size: int) -> tuple[in
 
 
 def latent_page_bytes(spec: MLASpec, page_size: int, page_dtype: str) -> int:
-    """Bytes of one page of one layer. Raises ValueError for an unknown `page_dtype`."""
+    """Bytes of one page of one layer. Raises ValueError for an unknown `page_dtype`, and for quantised pages."""
+    if page_dtype in CODES:
+        raise ValueError(f"page_dtype: got {page_dtype!r} with latent attention; allowed: float32, bfloat16")
     return page_size * spec.head_dim * element_bytes(page_dtype)

@@ -6,11 +6,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.backend import attention_backend_for
+from jaxserve.pallas_kernels.backend import attention_backend_for, mosaic_reason
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES, Pages, QuantizedPages, code_kind
 from jaxserve.pallas_kernels.paged_attention.reference import paged_attention_reference
 from jaxserve.pallas_kernels.paged_attention.spec import (
     HEAD_MAJOR,
     PADDED_HEAD_MAJOR,
+    PAGE_DTYPES,
     TOKEN_MAJOR,
     AttentionSpec,
     check_page_size,
@@ -35,22 +37,24 @@ def page_array_shape(spec: AttentionSpec, num_pages: int, page_size: int, backen
 
 
 def page_bytes(spec: AttentionSpec, page_size: int, page_dtype: str, backend: str = "xla") -> int:
-    """Bytes of one page (K and V) of one layer. Raises ValueError for an unknown `page_dtype`."""
-    return math.prod(page_array_shape(spec, 1, page_size, backend)) * element_bytes(page_dtype)
+    """Bytes of one page (K and V, scales included) of one layer. Raises ValueError for an unknown `page_dtype`."""
+    shape = page_array_shape(spec, 1, page_size, backend)
+    scales = 4 * math.prod(shape[:-1]) if page_dtype in CODES else 0
+    return math.prod(shape) * element_bytes(page_dtype) + scales
 
 
 def writes_in_place(spec: AttentionSpec, page_size: int, page_dtype: str, backend: str, platform: str) -> bool:
-    """Whether new K/V go into donated pages without a copy of the whole array. Only the XLA forms on CPU with
-    bfloat16 pages copy: choose float32 pages there."""
+    """Whether new K/V go into donated pages without a copy of the whole array. Only the XLA forms on CPU copy, with
+    bfloat16 and fp8 pages: choose float32 or int8 there."""
     chosen = attention_backend_for(backend, spec.head_dim, page_size)
-    return chosen in _LAYOUTS or platform != "cpu" or page_dtype == "float32"
+    return chosen in _LAYOUTS or platform != "cpu" or page_dtype in ("float32", "int8")
 
 
 def paged_attention(
     q: jax.Array,  # [T, H, D] float32
     k: jax.Array,  # [T, KV, D] float32
     v: jax.Array,  # [T, KV, D] float32
-    pages: jax.Array,  # page_array_shape(...), float32 or bfloat16; bfloat16 or float16 for mosaic
+    pages: Pages,  # page_array_shape(...), float32, bfloat16 or codes; for mosaic float16 too, not float32
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
@@ -59,7 +63,7 @@ def paged_attention(
     deterministic: bool = False,
     cascade: bool = True,
     sinks: jax.Array | None = None,  # [H] float32
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Write this step's K/V into the pages, then attend to them. Returns (out [T, H, D] float32, pages).
 
     Donate `pages`: the returned array is then the same memory. Tokens past the last row give zeros.
@@ -78,10 +82,14 @@ def paged_attention(
     if pages.shape != expected:
         raise ValueError(f"pages: got shape {pages.shape}; allowed for backend {backend!r}: {expected}")
     chosen = attention_backend_for(backend, spec.head_dim, page_size)
-    dtypes = (jnp.bfloat16, jnp.float16) if chosen in ("mosaic", "interpret") else (jnp.float32, jnp.bfloat16)
-    if pages.dtype not in dtypes:
-        names = ", ".join(dtype.__name__ for dtype in dtypes)
-        raise ValueError(f"pages: got dtype {pages.dtype}; allowed: {names}")
+    page_dtype = code_kind(pages.dtype) if isinstance(pages, QuantizedPages) else pages.dtype.name
+    if page_dtype in CODES and not isinstance(pages, QuantizedPages):
+        raise ValueError(f"pages: got an array of {page_dtype}; allowed: QuantizedPages, with scales")
+    if chosen in ("mosaic", "interpret"):
+        if reason := mosaic_reason(spec.head_dim, page_size, page_dtype):
+            raise ValueError(f"pages: {reason}")
+    elif page_dtype not in PAGE_DTYPES:
+        raise ValueError(f"pages: got dtype {page_dtype}; allowed: {', '.join(PAGE_DTYPES)}")
     if spec.has_sinks != (sinks is not None):
         raise ValueError(f"sinks: got {'none' if sinks is None else 'an array'} with has_sinks={spec.has_sinks}")
     if sinks is not None and sinks.shape != (spec.num_heads,):

@@ -48,6 +48,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_K,
     ARG_PAGES,
     ARG_Q,
+    ARG_SCALES,
     ARG_SINKS,
     ARG_SLOTS,
     ARG_TABLE,
@@ -70,6 +71,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     PLAN_WRITTEN,
     RET_OUT,
     RET_PAGES,
+    RET_SCALES,
     SCORE_BYTES,
     SEGMENT,
     UNIT_BYTES,
@@ -103,6 +105,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     make_softmax_row,
     make_write_row,
 )
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES, Pages, QuantizedPages, code_kind
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
@@ -111,31 +114,37 @@ def paged_attention_cpu(
     q: jax.Array,  # [T, H, D] float32
     k: jax.Array,  # [T, KV, D] float32
     v: jax.Array,  # [T, KV, D] float32
-    pages: jax.Array,  # [num_pages, KV, 2, page_size, D] float32 or bfloat16
+    pages: Pages,  # [num_pages, KV, 2, page_size, D] float32, bfloat16 or codes
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
     cascade: bool = True,
     sinks: jax.Array | None = None,  # [H] float32
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Returns (out [T, H, D] float32, pages updated in place). Always deterministic, with `cascade` or without."""
-    name = _handler(spec.head_dim, np.dtype(pages.dtype).name)
+    is_quantized = isinstance(pages, QuantizedPages)
+    parts, kind = [pages], np.dtype(pages.dtype).name
+    aliases = {ARG_PAGES: RET_PAGES}
+    if is_quantized:
+        parts, kind = [pages.codes, pages.scales], code_kind(pages.dtype)
+        aliases[ARG_SCALES] = RET_SCALES
     call = jax.ffi.ffi_call(
-        name,
-        (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
-        input_output_aliases={ARG_PAGES: RET_PAGES},
+        _handler(spec.head_dim, kind),
+        [jax.ShapeDtypeStruct(q.shape, jnp.float32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts)],
+        input_output_aliases=aliases,
     )
-    out, pages = call(
-        q, k, v, pages,
+    out, *parts = call(
+        q, k, v, parts[0],
         batch.write_slot, batch.query_start, batch.seq_len, batch.page_table, batch.num_rows,
         jnp.zeros((1,), jnp.float32) if sinks is None else sinks,
+        *parts[1:],
         a_scale=np.float32(spec.scale),
         b_softcap=np.float32(spec.logit_softcap),
         c_window=np.int32(spec.sliding_window),
         d_has_sinks=np.int32(sinks is not None),
         e_cascade=np.int32(cascade),
     )  # fmt: skip
-    return out, pages
+    return out, QuantizedPages(*parts) if is_quantized else parts[0]
 
 
 @functools.cache
@@ -147,7 +156,7 @@ def _handler(head_dim: int, kind: str) -> str:
 
 def _make_write(head_dim: int, kind: str) -> Any:
     write_row = make_write_row(head_dim, kind)
-    row_bytes = head_dim * ELEMENT_BYTES[kind]
+    row_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], kind in CODES
 
     @named(f"d{head_dim}_{kind}")
     def write(frame, first, last):
@@ -155,16 +164,18 @@ def _make_write(head_dim: int, kind: str) -> Any:
         kv_heads, page_size = dim(arg(frame, ARG_K), 1), page_size_of(frame)
         k, v, pages = data(arg(frame, ARG_K)), data(arg(frame, ARG_V)), data(arg(frame, ARG_PAGES))
         num_slots = dim(arg(frame, ARG_PAGES), 0) * page_size
+        scales = data(arg(frame, ARG_SCALES)) if has_scales else 0
         for token in range(first, last):
             slot = load_i32(data(arg(frame, ARG_SLOTS)), 4 * token)
             if slot < 0 or slot >= num_slots:
                 continue
             page, offset = slot // page_size, slot % page_size
             for head in range(kv_heads):
-                target = pages + ((page * kv_heads + head) * 2 * page_size + offset) * row_bytes
+                row = (page * kv_heads + head) * 2 * page_size + offset
                 source = (token * kv_heads + head) * head_dim * 4
-                write_row(k + source, target)
-                write_row(v + source, target + page_size * row_bytes)
+                write_row(k + source, pages + row * row_bytes, scales + row * 4)
+                row += page_size
+                write_row(v + source, pages + row * row_bytes, scales + row * 4)
 
     return write
 
@@ -175,7 +186,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
     clear_row = make_clear_row(head_dim)
     score_product = make_product(TILE // LANES, block_vectors)
     value_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES))
-    row_bytes, head_bytes = head_dim * ELEMENT_BYTES[kind], head_dim * 4
+    row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
 
     @named(tag)
     def find_tokens(frame, unit, start, addresses):
@@ -211,6 +222,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
         here = values + TILE * head_bytes + 2 * align(unit_rows * 8)
         ahead = here + 8 * TILE
         group, page_size = group_of(frame), page_size_of(frame)
+        pages, scales = data(arg(frame, ARG_PAGES)), data(arg(frame, ARG_SCALES)) if has_scales else 0
         cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
         position, rows = load_i64(unit, UNIT_POSITION), load_i64(unit, UNIT_COUNT) * group
         first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
@@ -223,7 +235,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
                     load_tokens(
-                        here + 8 * u, ahead + 8 * u, page_size * row_bytes, keys + 4 * u, values + u * head_bytes
+                        here + 8 * u, ahead + 8 * u, page_size, keys + 4 * u, values + u * head_bytes, pages, scales
                     )
             for r in range(0, rows, MAX_BLOCK_ROWS):
                 block = min(MAX_BLOCK_ROWS, rows - r)

@@ -15,6 +15,7 @@ WRITE_TOKENS = 64  # tokens per work item of the K/V write
 # Arguments, results and attributes (sorted by name: a_scale, b_softcap, c_window, d_has_sinks, e_cascade) of the call.
 ARG_Q, ARG_K, ARG_V, ARG_PAGES, ARG_SLOTS, ARG_STARTS, ARG_LENGTHS, ARG_TABLE, ARG_NUM_ROWS, ARG_SINKS = range(10)
 RET_OUT, RET_PAGES = range(2)
+ARG_SCALES, RET_SCALES = 10, 2  # [num_pages, KV, 2, page_size] float32, where pages hold codes
 ATTR_SCALE, ATTR_SOFTCAP, ATTR_WINDOW, ATTR_HAS_SINKS, ATTR_CASCADE = range(5)
 
 # The plan: counters, then units, items, parts and work space.

@@ -6,7 +6,9 @@ from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
+    F8E4M3FN,
     F32,
+    S8,
     S32,
     arg,
     attr,
@@ -41,6 +43,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_NUM_ROWS,
     ARG_PAGES,
     ARG_Q,
+    ARG_SCALES,
     ARG_SINKS,
     ARG_SLOTS,
     ARG_STARTS,
@@ -63,6 +66,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     PLAN_WRITTEN,
     RET_OUT,
     RET_PAGES,
+    RET_SCALES,
     SCORE_BYTES,
     SEGMENT,
     UNIT_BYTES,
@@ -85,6 +89,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     rows_in_use,
 )
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import TILE
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 
 _UNIT_ROWS = 96  # query rows per unit: enough to pay for laying out a tile, few enough to stay in L2
 _ITEMS_PER_THREAD = 4  # so that uneven items even out
@@ -138,7 +143,18 @@ def _put_unit(unit, row, head, token, tokens, position, first, end):
 
 
 def _make_checks(head_dim: int, kind: str) -> Any:
-    page_type = F32 if kind == "float32" else BF16
+    page_type = {"float32": F32, "bfloat16": BF16, "int8": S8, "fp8": F8E4M3FN}[kind]
+    has_scales = kind in CODES
+
+    @named(f"d{head_dim}_{kind}")
+    def check_scales(frame):
+        scales, pages = arg(frame, ARG_SCALES), arg(frame, ARG_PAGES)
+        if dtype(scales) != F32 or rank(scales) != 4 or data(scales) != data(ret(frame, RET_SCALES)):
+            return False
+        same = True
+        for i in range(4):
+            same = same and dim(scales, i) == dim(pages, i)
+        return same
 
     @named(f"d{head_dim}_{kind}")
     def check(frame):
@@ -163,6 +179,8 @@ def _make_checks(head_dim: int, kind: str) -> Any:
         if rank(table) != 2 or dim(table, 0) != rows or dim(table, 1) < 1 or dim(arg(frame, ARG_NUM_ROWS), 0) != 1:
             return False
         if load_i32(attr(frame, ATTR_HAS_SINKS), 0) != 0 and dim(arg(frame, ARG_SINKS), 0) != dim(q, 1):
+            return False
+        if has_scales and not check_scales(frame):
             return False
         return data(pages) == data(ret(frame, RET_PAGES))  # else the write would not reach the result
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I32, I64
+import numpy as np
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I32, I64
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -21,6 +22,8 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     emit_loop,
     void_intrinsic,
 )
+from jaxserve.pallas_kernels.matmul.quantized import FP8_SCALE
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -31,14 +34,65 @@ _INT, _FLOAT = types.intp, types.float32
 
 
 def make_write_row(head_dim: int, kind: str) -> Any:
-    """write_row(source float32, target): one token's K or V of one head, as pages hold it."""
+    """write_row(source float32, target, scale): one token's K or V of one head, as pages hold it.
 
-    def emit(e: Emitter, source: ir.Value, target: ir.Value) -> None:
+    scale: where that of codes goes; not used for other kinds.
+    """
+
+    def emit(e: Emitter, source: ir.Value, target: ir.Value, scale: ir.Value) -> None:
         size = ELEMENT_BYTES[kind]
+        divisor = _emit_scale(e, head_dim, kind, source, scale) if kind in CODES else None
         for d in range(0, head_dim, LANES):
-            e.store_as(e.load(e.at(source, 4 * d)), e.at(target, size * d), kind)
+            value = e.load(e.at(source, 4 * d))
+            if divisor is None:
+                e.store_as(value, e.at(target, size * d), kind)
+            else:
+                e.store(_emit_codes(e, e.b.fdiv(value, divisor), kind), e.at(target, d), 1)
 
-    return void_intrinsic((_INT, _INT), emit)
+    return void_intrinsic((_INT, _INT, _INT), emit)
+
+
+def _emit_scale(e: Emitter, head_dim: int, kind: str, source: ir.Value, scale: ir.Value) -> ir.Value:
+    """Store the scale of a vector, as quantized_pages.quantize has it; returns what to divide by, 16 times."""
+    b, top = e.b, None
+    magnitude = ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES)
+    for d in range(0, head_dim, LANES):
+        # As integers: they are ordered like the magnitudes, and NaN is the largest.
+        bits = b.and_(e.load(e.at(source, 4 * d), INT_VECTOR), magnitude)
+        top = bits if top is None else b.select(b.icmp_signed(">", bits, top), bits, top)
+    highest = e.lane(top, 0)
+    for lane in range(1, LANES):
+        bits = e.lane(top, lane)
+        highest = b.select(b.icmp_signed(">", bits, highest), bits, highest)
+    value = b.fmul(b.bitcast(highest, FLOAT), ir.Constant(FLOAT, np.float32(1 / CODES[kind][1])))
+    e.store(value, scale)
+    return e.splat(b.select(b.fcmp_ordered(">", value, ir.Constant(FLOAT, 0.0)), value, ir.Constant(FLOAT, 1.0)))
+
+
+def _emit_codes(e: Emitter, scaled: ir.Value, kind: str) -> ir.Value:
+    """16 float32 rounded to nearest even as 16 codes."""
+    b, largest = e.b, e.splat_const(CODES[kind][1])
+    bytes16, zero = ir.VectorType(I8, LANES), e.splat_const(0.0)
+    is_negative = b.fcmp_ordered("<", scaled, zero)
+    size = b.select(is_negative, b.fsub(zero, scaled), scaled)
+    size = b.select(b.fcmp_ordered("<", size, largest), size, largest)  # NaN too: its scale is NaN
+
+    def ints(value: int) -> ir.Constant:
+        return ir.Constant(INT_VECTOR, [value] * LANES)
+
+    def rounded(value: ir.Value) -> ir.Value:
+        return b.fptosi(b.call(e.function("llvm.rint.v16f32", VECTOR, [VECTOR]), [value]), INT_VECTOR)
+
+    if kind == "int8":
+        codes = rounded(size)
+        return b.trunc(b.select(is_negative, b.neg(codes), codes), bytes16)
+    # float8_e4m3fn: 4 bits of exponent, bias 7, and 3 of mantissa; below 2**-6 multiples of 2**-9.
+    bits = b.bitcast(size, INT_VECTOR)
+    odd = b.and_(b.lshr(bits, ints(20)), ints(1))
+    normal = b.sub(b.lshr(b.add(bits, b.add(odd, ints(0x7FFFF))), ints(20)), ints((127 - 7) << 3))
+    small = rounded(b.fmul(size, e.splat_const(512.0)))
+    codes = b.select(b.fcmp_ordered("<", size, e.splat_const(2.0**-6)), small, normal)
+    return b.trunc(b.or_(codes, b.and_(b.lshr(b.bitcast(scaled, INT_VECTOR), ints(24)), ints(0x80))), bytes16)
 
 
 def make_scale_row(head_dim: int) -> Any:
@@ -53,39 +107,47 @@ def make_scale_row(head_dim: int) -> Any:
 
 
 def make_load_tokens(head_dim: int, kind: str) -> Any:
-    """load_tokens(addresses, ahead, value_offset, keys, values): 16 tokens into a tile.
+    """load_tokens(addresses, ahead, page_size, keys, values, pages, scales): 16 tokens into a tile.
 
     addresses, ahead   16 addresses of K rows: of these tokens, and of those to fetch for the next tile
-    value_offset       from a token's K row to its V row
+    page_size          rows from a token's K to its V
     keys, values       where the 16 tokens start in the tile: column of keys, row of values
+    pages, scales      the first row and its scale, for codes
     """
     size = ELEMENT_BYTES[kind]
     line = 64 // size  # elements per cache line
+    # Neighbouring dims travel together as one 32-bit lane: a half or a quarter of the shuffles.
+    group = 4 // size if head_dim % (LANES * 4 // size) == 0 else 1
 
-    def emit(e: Emitter, addresses, ahead, value_offset, keys, values) -> None:
+    def ungroup(e: Emitter, lanes: ir.Value, i: int) -> ir.Value:
+        """The i-th element of every lane as float32."""
         b = e.b
+        if kind == "bfloat16":
+            shifted = b.and_(lanes, ir.Constant(INT_VECTOR, [-65536] * LANES))
+            return b.bitcast(shifted if i else b.shl(lanes, ir.Constant(INT_VECTOR, [16] * LANES)), VECTOR)
+        shifted = b.lshr(lanes, ir.Constant(INT_VECTOR, [8 * i] * LANES))
+        return e.codes_as_float(b.trunc(shifted, ir.VectorType(I8, LANES)), kind)
+
+    def emit(e: Emitter, addresses, ahead, page_size, keys, values, pages, scales) -> None:
+        b = e.b
+        value_offset = b.mul(page_size, e.const(head_dim * size))
         rows = [e.load(e.at(addresses, 8 * i), I64, 8) for i in range(LANES)]
         nexts = [e.load(e.at(ahead, 8 * i), I64, 8) for i in range(LANES)]
-        paired = kind == "bfloat16" and head_dim % (2 * LANES) == 0
-        step = 2 * LANES if paired else LANES
-        with emit_loop(e, 0, head_dim, step) as (d, _):
+        factors = _emit_factors(e, head_dim, kind, rows, page_size, pages, scales) if kind in CODES else None
+        with emit_loop(e, 0, head_dim, LANES * group) as (d, _):
             offset = b.mul(d, e.const(size))
             target = b.add(keys, b.mul(d, e.const(4 * TILE)))
             with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
                 for address in nexts:
                     e.prefetch(b.add(address, offset))
-            if paired:
-                # Two neighbouring dims travel as one 32-bit lane: half the shuffles.
-                columns = e.transpose([e.load(b.add(row, offset), INT_VECTOR, 2) for row in rows])
-                high = ir.Constant(INT_VECTOR, [-65536] * LANES)
-                for i, pair in enumerate(columns):
-                    even = b.bitcast(b.shl(pair, ir.Constant(INT_VECTOR, [16] * LANES)), VECTOR)
-                    e.store(even, e.at(target, 8 * i * TILE))
-                    e.store(b.bitcast(b.and_(pair, high), VECTOR), e.at(target, (8 * i + 4) * TILE))
+            if group > 1:
+                columns = e.transpose([e.load(b.add(row, offset), INT_VECTOR, size) for row in rows])
+                columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
             else:
                 columns = e.transpose([e.load_as_float(b.add(row, offset), kind) for row in rows])
-                for i, column in enumerate(columns):
-                    e.store(column, e.at(target, 4 * i * TILE))
+            for i, column in enumerate(columns):
+                column = column if factors is None else b.fmul(column, e.load(factors))
+                e.store(column, e.at(target, 4 * i * TILE))
         with emit_loop(e, 0, head_dim, LANES) as (d, _):
             offset = b.add(value_offset, b.mul(d, e.const(size)))
             target = b.add(values, b.mul(d, e.const(4)))
@@ -93,9 +155,28 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
                 for address in nexts:
                     e.prefetch(b.add(address, offset))
             for i, row in enumerate(rows):
-                e.store(e.load_as_float(b.add(row, offset), kind), e.at(target, 4 * i * head_dim))
+                value = e.load_as_float(b.add(row, offset), kind)
+                if factors is not None:
+                    value = b.fmul(value, e.splat(e.load(e.at(factors, 4 * (LANES + i)), FLOAT)))
+                e.store(value, e.at(target, 4 * i * head_dim))
 
-    return void_intrinsic((_INT,) * 5, emit)
+    return void_intrinsic((_INT,) * 7, emit)
+
+
+def _emit_factors(e: Emitter, head_dim: int, kind: str, rows: list[ir.Value], page_size, pages, scales) -> ir.Value:
+    """Address of the scales of 16 rows of K, then of their rows of V; times what codes_as_float leaves out."""
+    b = e.b
+    block = cgutils.alloca_once(b, ir.ArrayType(FLOAT, 2 * LANES))
+    block = b.ptrtoint(block, I64)
+    for i, row in enumerate(rows):
+        index = b.sdiv(b.sub(row, pages), e.const(head_dim), flags=("exact",))
+        for at, which in ((i, index), (LANES + i, b.add(index, page_size))):
+            e.store(e.load(b.add(scales, b.mul(which, e.const(4))), FLOAT), e.at(block, 4 * at))
+    if kind == "fp8":
+        for at in (0, 4 * LANES):
+            wide = b.fmul(e.load(e.at(block, at)), e.splat_const(FP8_SCALE))
+            e.store(wide, e.at(block, at))
+    return block
 
 
 def make_product(vectors: int, block_vectors: int) -> Any:

@@ -12,8 +12,7 @@ HEAD_MAJOR = "head_major"
 PADDED_HEAD_MAJOR = "padded_head_major"
 PADDED_COLUMNS = 64
 
-PAGE_DTYPES = ("float32", "bfloat16")
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PAGE_DTYPES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +73,6 @@ def page_array_shape_of(layout: str, spec: AttentionSpec, num_pages: int, page_s
 
 def element_bytes(page_dtype: str) -> int:
     """Bytes of one stored value. Raises ValueError for an unknown `page_dtype`."""
-    if page_dtype not in _DTYPE_BYTES:
+    if page_dtype not in PAGE_DTYPES:
         raise ValueError(f"page_dtype: got {page_dtype!r}; allowed: {', '.join(PAGE_DTYPES)}")
-    return _DTYPE_BYTES[page_dtype]
+    return PAGE_DTYPES[page_dtype]

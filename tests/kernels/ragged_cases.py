@@ -5,18 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels.backend import cpu_ffi_available, cpu_tiles_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
-
-PAGE_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+from stored_pages import load, store, unwritten
 
 # The CPU kernels need numba and a processor and jaxlib that they know; the reason says which is missing.
 needs_cpu_ffi = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
@@ -41,7 +35,8 @@ class Case:
     q: np.ndarray  # [T, H, D] float32
     k: np.ndarray  # [T, KV, D] float32
     v: np.ndarray  # [T, KV, D] float32
-    token_pages: np.ndarray  # [num_pages, page_size, 2, KV, D] page dtype; NaN wherever nothing was written
+    page_dtype: str
+    token_pages: np.ndarray  # [num_pages, page_size, 2, KV, ...] as stored_pages has them, of [..., D]
     batch: RaggedBatch
     keys: list[np.ndarray]
     values: list[np.ndarray]
@@ -77,7 +72,7 @@ class Case:
         flat = pages.reshape(-1, *pages.shape[2:])
         slots = np.asarray(self.batch.write_slot)
         for token in range(sum(row.new for row in self.rows)):
-            flat[slots[token]] = np.stack([self.k[token], self.v[token]]).astype(pages.dtype)
+            flat[slots[token]] = store(np.stack([self.k[token], self.v[token]]), self.page_dtype)
         return pages
 
 
@@ -93,7 +88,6 @@ def make_case(
     extra_pages: int = 0,
 ) -> Case:
     """Random contents for `rows`; the extra_* give the padding of T, R and P."""
-    dtype = PAGE_DTYPES[page_dtype]
     total = sum(row.new for row in rows)
     num_tokens, num_rows = max(1, total + extra_tokens), max(1, len(rows) + extra_rows)
     needed = [-(-(row.cached + row.new) // page_size) for row in rows]
@@ -102,8 +96,8 @@ def make_case(
     ids = rng.permutation(np.arange(1, num_pages))
     kv_shape = (spec.num_kv_heads, spec.head_dim)
 
-    pages = np.full((num_pages, page_size, 2, *kv_shape), np.nan, dtype)
-    flat = pages.reshape(num_pages * page_size, 2, *kv_shape)
+    pages = unwritten((num_pages, page_size, 2, *kv_shape), page_dtype)
+    flat = pages.reshape(num_pages * page_size, *pages.shape[2:])
     table = np.zeros((num_rows, width), np.int32)
     positions = np.zeros(num_tokens, np.int32)
     row_of_token = np.full(num_tokens, num_rows, np.int32)
@@ -121,12 +115,13 @@ def make_case(
         used += needed[r]
         at = np.arange(length)
         slots = table[r, at // page_size] * page_size + at % page_size
-        contents = rng.standard_normal((length, 2, *kv_shape), np.float32).astype(dtype)
+        contents = store(rng.standard_normal((length, 2, *kv_shape), np.float32), page_dtype)
         flat[slots[: row.cached]] = contents[: row.cached]
         span = slice(token, token + row.new)
-        contents[row.cached :] = np.stack([k[span], v[span]], axis=1).astype(dtype)
-        keys.append(contents[:, 0].astype(np.float64))
-        values.append(contents[:, 1].astype(np.float64))
+        contents[row.cached :] = store(np.stack([k[span], v[span]], axis=1), page_dtype)
+        exact = load(contents, page_dtype)
+        keys.append(exact[:, 0])
+        values.append(exact[:, 1])
         positions[span], row_of_token[span] = at[row.cached :], r
         write_slot[span] = slots[row.cached :]
         query_start[r], seq_len[r] = token, length
@@ -138,4 +133,4 @@ def make_case(
         )
     )
     sinks = rng.standard_normal(spec.num_heads).astype(np.float32) if spec.has_sinks else None
-    return Case(spec, rows, page_size, q, k, v, pages, batch, keys, values, sinks)
+    return Case(spec, rows, page_size, q, k, v, page_dtype, pages, batch, keys, values, sinks)

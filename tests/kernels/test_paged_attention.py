@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,16 @@ from jaxserve.pallas_kernels.paged_attention.api import (
     paged_attention,
     writes_in_place,
 )
+from jaxserve.pallas_kernels.pages import abstract_pages
 from ragged_cases import Case, Row, make_case, needs_cpu_ffi
+from stored_pages import from_device, to_device
 
 BACKENDS = [
     "reference",
     "xla",
     pytest.param("cpu_ffi", marks=needs_cpu_ffi),
 ]
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5}  # the oracle reads the rounded pages: only f32 sums differ
+TOLERANCE = 2e-5  # the oracle reads the rounded pages: only f32 sums differ
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "page_size", "backend", "deterministic"), donate_argnums=3)
@@ -36,26 +39,24 @@ def _step(q, k, v, pages, batch, sinks, *, spec, page_size, backend, determinist
     )  # fmt: skip
 
 
-def to_layout(token_pages: np.ndarray, spec: AttentionSpec, backend: str) -> np.ndarray:
-    """[page, token, 2, KV, D] as the backend stores it."""
-    num_pages, page_size = token_pages.shape[:2]
-    shape = page_array_shape(spec, num_pages, page_size, backend)
-    return token_pages if shape == token_pages.shape else token_pages.transpose(0, 3, 2, 1, 4)
+def layout(case: Case, backend: str) -> tuple[int, ...]:
+    """Axes of [page, token, 2, KV, D] in the order in which the backend stores them."""
+    shape = page_array_shape(case.spec, len(case.token_pages), case.page_size, backend)
+    return (0, 1, 2, 3, 4) if shape[1:4] == case.token_pages.shape[1:4] else (0, 3, 2, 1, 4)
 
 
-def from_layout(pages: np.ndarray, token_shape: tuple[int, ...]) -> np.ndarray:
-    return pages if pages.shape == token_shape else pages.transpose(0, 3, 2, 1, 4)
+def device_pages(case: Case, backend: str) -> Any:
+    return to_device(case.token_pages.transpose(layout(case, backend)), case.page_dtype, case.spec.head_dim)
 
 
 def run(case: Case, backend: str, *, deterministic: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(out, pages as [page, token, 2, KV, D])."""
-    pages = jnp.array(to_layout(case.token_pages, case.spec, backend), copy=True)
     sinks = None if case.sinks is None else jnp.asarray(case.sinks)
     out, pages = _step(
-        jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), pages, case.batch, sinks,
+        jnp.asarray(case.q), jnp.asarray(case.k), jnp.asarray(case.v), device_pages(case, backend), case.batch, sinks,
         spec=case.spec, page_size=case.page_size, backend=backend, deterministic=deterministic,
     )  # fmt: skip
-    return np.asarray(out), from_layout(np.asarray(pages), case.token_pages.shape)
+    return np.asarray(out), from_device(pages, case.spec.head_dim).transpose(layout(case, backend))
 
 
 def assert_right(case: Case, out: np.ndarray, pages: np.ndarray, tolerance: float) -> None:
@@ -100,7 +101,9 @@ class TestPagedAttention:
         rows=row_lists,
         page_size=st.sampled_from([1, 4, 16, 64]),
         # Few combinations: each compiles one handler.
-        kind=st.sampled_from([(64, "float32"), (64, "bfloat16"), (80, "bfloat16"), (16, "float32")]),
+        kind=st.sampled_from(
+            [(64, "float32"), (64, "bfloat16"), (80, "bfloat16"), (16, "float32"), (64, "int8"), (80, "fp8")]
+        ),
         padding=st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)),
         seed=st.integers(0, 2**32 - 1),
     )
@@ -111,9 +114,9 @@ class TestPagedAttention:
             np.random.default_rng(seed), spec, rows, page_size, page_dtype,
             extra_tokens=padding[0], extra_rows=padding[1], extra_pages=padding[2],
         )  # fmt: skip
-        assert_right(case, *run(case, backend), TOLERANCE[page_dtype])
+        assert_right(case, *run(case, backend), TOLERANCE)
 
-    @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("page_dtype", ["float32", "bfloat16", "int8", "fp8"])
     def test_rows_may_share_pages(self, backend, page_dtype):
         spec = AttentionSpec(4, 2, 64, 0.2)
         case = make_case(np.random.default_rng(1), spec, [Row(40, 1), Row(40, 6)], 8, page_dtype)
@@ -122,7 +125,19 @@ class TestPagedAttention:
         for contents in (case.keys, case.values):
             contents[1][:32] = contents[0][:32]
         case = dataclasses.replace(case, batch=dataclasses.replace(case.batch, page_table=jnp.asarray(table)))
-        assert_right(case, *run(case, backend), TOLERANCE[page_dtype])
+        assert_right(case, *run(case, backend), TOLERANCE)
+
+    @pytest.mark.parametrize("page_dtype", ["int8", "fp8"])
+    def test_codes_of_any_magnitude(self, backend, page_dtype):
+        """Vectors of zeros, of tiny and of huge values, and of all magnitudes at once are rounded as numpy does."""
+        rng = np.random.default_rng(6)
+        case = make_case(rng, AttentionSpec(2, 2, 64, 0.125), [Row(0, 90)], 16, page_dtype)
+        for new in (case.k, case.v):
+            new[:70] *= np.exp2(rng.integers(-16, 8, new[:70].shape)).astype(np.float32)
+            new[70:80] *= np.exp2(rng.integers(-60, 60, (10, 2, 1))).astype(np.float32)
+            new[80:85] = 0
+        _, pages = run(case, backend)
+        assert pages.tobytes() == case.written_pages().tobytes()
 
     def test_a_prefix_written_in_the_same_step_is_read(self, backend):
         """Row 1 reads a page that row 0 fills in this very step."""
@@ -135,7 +150,7 @@ class TestPagedAttention:
         case = dataclasses.replace(case, batch=dataclasses.replace(case.batch, page_table=jnp.asarray(table)))
         assert_right(case, *run(case, backend), 2e-5)
 
-    @pytest.mark.parametrize(("page_dtype", "window"), [("float32", 0), ("bfloat16", 100)])
+    @pytest.mark.parametrize(("page_dtype", "window"), [("float32", 0), ("bfloat16", 100), ("int8", 0)])
     def test_deterministic(self, backend, page_dtype, window):
         """The last 40 tokens of a sequence of 300: as decode rows, in chunks of several sizes and starts, with
         other rows before and after: every token's result is bitwise the same."""
@@ -145,7 +160,7 @@ class TestPagedAttention:
         rng = np.random.default_rng(3)
         whole = make_case(rng, spec, [Row(260, 40)], 16, page_dtype)
         expected, _ = run(whole, backend, deterministic=True)
-        assert_right(whole, *run(whole, backend, deterministic=True), TOLERANCE[page_dtype])
+        assert_right(whole, *run(whole, backend, deterministic=True), TOLERANCE)
         for start, count, before, after, padding in (
             (299, 1, [], [], 0), (260, 1, [Row(5, 1)], [], 3), (260, 7, [Row(90, 1)] * 3, [Row(20, 33)], 5),
             (267, 33, [], [Row(0, 2)], 1), (281, 2, [Row(511, 1)] * 9, [], 0),
@@ -161,22 +176,25 @@ class TestPagedAttention:
     def test_pages_stay_in_place(self, backend):
         spec = AttentionSpec(4, 2, 64, 0.125)
         case = make_case(np.random.default_rng(4), spec, [Row(20, 1), Row(3, 5)], 16)
-        for dtype in (jnp.float32, jnp.bfloat16):
-            if not writes_in_place(spec, 16, np.dtype(dtype).name, backend, "cpu"):
+        for page_dtype in ("float32", "bfloat16", "int8", "fp8"):
+            if not writes_in_place(spec, 16, page_dtype, backend, "cpu"):
                 continue
-            pages = jnp.zeros(page_array_shape(spec, 4096, 16, backend), dtype)
+            pages = jax.tree.map(
+                lambda part: jnp.zeros(part.shape, part.dtype), abstract_pages(spec, 4096, 16, page_dtype, backend)
+            )
+            size = sum(part.nbytes for part in jax.tree.leaves(pages))
             arrays = [jnp.asarray(x) for x in (case.q, case.k, case.v)]
             step = _step.lower(*arrays, pages, case.batch, None, spec=spec, page_size=16, backend=backend)
             compiled = step.compile()
-            assert compiled.memory_analysis().temp_size_in_bytes < pages.nbytes / 4
-            address = pages.unsafe_buffer_pointer()
+            assert compiled.memory_analysis().temp_size_in_bytes < size / 4
+            addresses = [part.unsafe_buffer_pointer() for part in jax.tree.leaves(pages)]
             _, pages = compiled(*arrays, pages, case.batch, None)
-            assert pages.unsafe_buffer_pointer() == address
+            assert [part.unsafe_buffer_pointer() for part in jax.tree.leaves(pages)] == addresses
 
     def test_wrong_arguments_are_named(self, backend):
         spec = AttentionSpec(4, 2, 64, 0.125)
         case = make_case(np.random.default_rng(5), spec, [Row(3, 1)], 16)
-        pages = jnp.asarray(to_layout(case.token_pages, spec, backend))
+        pages = device_pages(case, backend)
         q, k, v = (jnp.asarray(x) for x in (case.q, case.k, case.v))
         call = functools.partial(paged_attention, batch=case.batch, page_size=16, backend=backend)
         with pytest.raises(ValueError, match=r"q: got shape \(1, 4, 32\); allowed: \[tokens, 4, 64\]"):
@@ -185,6 +203,8 @@ class TestPagedAttention:
             call(q, k, v, pages[..., :32], spec=spec)
         with pytest.raises(ValueError, match="pages: got dtype float16"):
             call(q, k, v, pages.astype(jnp.float16), spec=spec)
+        with pytest.raises(ValueError, match="pages: got an array of int8; allowed: QuantizedPages"):
+            call(q, k, v, pages.astype(jnp.int8), spec=spec)
         with pytest.raises(ValueError, match="sinks: got none with has_sinks=True"):
             call(q, k, v, pages, spec=dataclasses.replace(spec, has_sinks=True))
 
@@ -211,8 +231,8 @@ def test_spec_refuses_bad_values():
         AttentionSpec(5, 2, 64, 1.0)
     with pytest.raises(ValueError, match="page_size: got 24; allowed: a power of two"):
         page_array_shape(AttentionSpec(4, 2, 64, 1.0), 8, 24, "xla")
-    with pytest.raises(ValueError, match="page_dtype: got 'int8'"):
-        page_bytes(AttentionSpec(4, 2, 64, 1.0), 16, "int8")
+    with pytest.raises(ValueError, match="page_dtype: got 'int4'"):
+        page_bytes(AttentionSpec(4, 2, 64, 1.0), 16, "int4")
     with pytest.raises(ValueError, match="attention backend: got 'cuda'"):
         page_array_shape(AttentionSpec(4, 2, 64, 1.0), 8, 16, "cuda")
 
@@ -220,6 +240,6 @@ def test_spec_refuses_bad_values():
 def test_page_bytes_agree_with_the_array():
     for backend in ("xla", "reference"):
         spec = AttentionSpec(6, 3, 64, 0.1)
-        for name, dtype in (("float32", jnp.float32), ("bfloat16", jnp.bfloat16)):
-            array = jnp.zeros(page_array_shape(spec, 5, 16, backend), dtype)
-            assert array.nbytes == 5 * page_bytes(spec, 16, name)
+        for page_dtype in ("float32", "bfloat16", "int8", "fp8"):
+            arrays = jax.tree.leaves(abstract_pages(spec, 5, 16, page_dtype, backend))
+            assert sum(array.size * array.dtype.itemsize for array in arrays) == 5 * page_bytes(spec, 16, page_dtype)

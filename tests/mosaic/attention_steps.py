@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 from fixed_size import Sizes, assert_close, compiled_call, make_fixed
 from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params, races_raise
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape
 from jaxserve.pallas_kernels.paged_attention.mosaic import MosaicOptions, default_options, paged_attention_mosaic
 from ragged_cases import Case, Row
+from stored_pages import from_device, to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +61,13 @@ def run(
     shape: Shape, case: Case, *, deterministic: bool = False, cascade: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, pages as [page, token, 2, KV, D])."""
-    pages = case.token_pages.transpose(0, 3, 2, 1, 4)
     wanted = page_array_shape(shape.spec, shape.sizes.num_pages, shape.page_size, "mosaic")
-    pages = np.pad(pages, [(0, 0)] * 4 + [(0, wanted[-1] - pages.shape[-1])])
+    pages = to_device(case.token_pages.transpose(0, 3, 2, 1, 4), shape.dtype, wanted[-1])
     assert pages.shape == wanted
     with races_raise():
         arguments = (case.q, case.k, case.v, pages, case.batch, case.sinks)
-        out, pages = (np.asarray(x) for x in compiled_call(step_of(shape, deterministic, cascade), arguments))
-    return out, pages[..., : shape.spec.head_dim].transpose(0, 3, 2, 1, 4)
+        out, pages = jax.block_until_ready(compiled_call(step_of(shape, deterministic, cascade), arguments))
+    return np.asarray(out), from_device(pages, shape.spec.head_dim).transpose(0, 3, 2, 1, 4)
 
 
 def assert_right(case: Case, out: np.ndarray, pages: np.ndarray) -> None:

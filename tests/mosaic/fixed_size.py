@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
-from ragged_cases import PAGE_DTYPES, Case, Row, make_case
+from ragged_cases import Case, Row, make_case
+from stored_pages import FLOATS, unwritten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +34,21 @@ class Sizes:
 
 
 def make_fixed(spec: AttentionSpec, sizes: Sizes, rows: list[Row], seed: int, dtype: str) -> Case:
-    """A random step of these rows with the given sizes; its queries rounded to the page dtype, as a GPU gets them."""
+    """A random step of these rows with the given sizes; its queries rounded as a GPU gets them."""
     needed = max([-(-(row.cached + row.new) // sizes.page_size) for row in rows] + [1])
     total = sum(row.new for row in rows)
     case = make_case(
         np.random.default_rng(seed), spec, rows, sizes.page_size, dtype,
-        extra_tokens=sizes.tokens - max(total, 1), extra_rows=sizes.rows - max(len(rows), 1),
+        extra_tokens=sizes.tokens - total, extra_rows=sizes.rows - len(rows),
         extra_pages=sizes.pages_per_row - needed,
     )  # fmt: skip
     old = case.token_pages
-    pages = np.full((sizes.num_pages, *old.shape[1:]), np.nan, old.dtype)
+    pages = unwritten((sizes.num_pages, *old.shape[1:4], spec.head_dim), dtype)
     pages[: old.shape[0]] = old
     slots = np.full(sizes.tokens, sizes.num_pages * sizes.page_size, np.int32)
     slots[:total] = np.asarray(case.batch.write_slot)[:total]
     batch = dataclasses.replace(case.batch, write_slot=jnp.asarray(slots))
-    q = case.q.astype(PAGE_DTYPES[dtype]).astype(np.float32)
+    q = case.q.astype(FLOATS.get(dtype, FLOATS["float16"])).astype(np.float32)
     return dataclasses.replace(case, q=q, token_pages=pages, batch=batch)
 
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.paged_attention.mosaic_cascade import find_runs
 from ragged_cases import Case, Row
+from stored_pages import unwritten
 
 SHAPES = {
     "gqa4": Shape(spec(4, 1, 64), 16, options=SPLIT, tokens=24, rows=6),
@@ -28,7 +29,7 @@ def share(case: Case, rows: list[int], num_pages: int) -> None:
     table = np.asarray(case.batch.page_table).copy()
     for row in rows[1:]:
         assert tokens <= min(case.rows[row].cached, case.rows[leader].cached)
-        case.token_pages[table[row, :num_pages]] = np.nan
+        case.token_pages[table[row, :num_pages]] = unwritten((case.spec.head_dim,), case.page_dtype)
         table[row, :num_pages] = table[leader, :num_pages]
         for contents in (case.keys, case.values):
             contents[row][:tokens] = contents[leader][:tokens]

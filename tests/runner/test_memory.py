@@ -8,13 +8,20 @@ from typing import Any
 
 import jax
 import pytest
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading import load_config
 
 from jaxserve.config import EngineConfig
+from jaxserve.hub import ModelSource
 from jaxserve.runner.memory import _control_group_available, _system_available, free_bytes, plan_pages
 from jaxserve.runner.runner import resolve_max_model_len, resolve_options
 from jaxserve.runner.warmup import enable_compile_cache
 
 MIB = 2**20
+
+
+def tiny_config(name: str) -> ModelConfig:
+    return load_config(ModelSource(name, "safetensors", Path(__file__).parents[1] / "fixtures" / "tiny" / name))
 
 
 def plan(**changes: Any) -> int:
@@ -115,6 +122,15 @@ def test_options_of_the_platform() -> None:
     assert (exact.dtype, exact.page_dtype, exact.page_size, exact.matmul) == ("float32", "float32", 4, "xla")
     other = resolve_options(EngineConfig(attention_backend="xla", matmul_backend="xla"), "gpu")
     assert (other.page_dtype, other.page_size) == ("bfloat16", 64)
+
+
+def test_quantised_pages_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="page_dtype: got 'int4'; allowed: auto, float32, bfloat16, int8, fp8"):
+        EngineConfig(page_dtype="int4")
+    config = EngineConfig(page_dtype="int8")
+    assert resolve_options(config, "cpu", tiny_config("llama")).page_dtype == "int8"
+    with pytest.raises(ValueError, match="page_dtype: got 'int8' with latent attention; allowed: float32, bfloat16"):
+        resolve_options(config, "cpu", tiny_config("deepseek_v3"))
 
 
 def test_context_length() -> None:

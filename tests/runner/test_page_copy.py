@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxserve.pallas_kernels.backend import cpu_ffi_available
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import page_struct
 
 from jaxserve.runner.step import COPIES_PER_CALL, copy_pages
 
@@ -23,33 +24,35 @@ def packed(pairs: list[tuple[int, int]]) -> np.ndarray:
     return words
 
 
-def compiled(backend: str, dtype: str, shape: tuple[int, ...] = SHAPE):
+def compiled(backend: str, page_dtype: str, shape: tuple[int, ...] = SHAPE):
     if backend == "cpu_ffi" and not cpu_ffi_available()[0]:
         pytest.skip(f"cpu_ffi: {cpu_ffi_available()[1]}")
-    layers = tuple(jax.ShapeDtypeStruct(shape, dtype) for _ in range(2))
+    layers = tuple(page_struct(shape, page_dtype) for _ in range(2))
     words = jax.ShapeDtypeStruct((1 + 2 * COPIES_PER_CALL,), jnp.int32)
     return jax.jit(functools.partial(copy_pages, backend), donate_argnums=0).lower(layers, words).compile()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("backend", ["cpu_ffi", "xla"])
-def test_copies_equal_a_loop(backend: str, dtype: str) -> None:
-    program = compiled(backend, dtype)
+def test_copies_equal_a_loop(backend: str, page_dtype: str) -> None:
+    program = compiled(backend, page_dtype)
+    structs, structure = jax.tree.flatten((page_struct(SHAPE, page_dtype),) * 2)
     random = np.random.default_rng(0)
     for count in (0, 1, 5, COPIES_PER_CALL):
-        values = [random.standard_normal(SHAPE).astype(jnp.dtype(dtype)) for _ in range(2)]
+        values = [(9 * random.standard_normal(struct.shape)).astype(struct.dtype) for struct in structs]
         pairs = [tuple(pair) for pair in random.integers(0, NUM_PAGES, (count, 2)).tolist()]
-        found = program(tuple(jnp.array(value) for value in values), packed(pairs))
-        for value, layer in zip(values, found):
+        layers = jax.tree.unflatten(structure, [jnp.array(value) for value in values])
+        found = jax.tree.leaves(program(layers, packed(pairs)))
+        for value, layer in zip(values, found, strict=True):
             for source, target in pairs:  # in order: a page may be read after it was written
                 value[target] = value[source]
             np.testing.assert_array_equal(np.asarray(layer), value)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu_ffi", "float32"), ("cpu_ffi", "bfloat16"), ("xla", "float32")])
-def test_copies_need_no_memory(backend: str, dtype: str) -> None:
+@pytest.mark.parametrize(("backend", "page_dtype"), [("cpu_ffi", "float32"), ("cpu_ffi", "fp8"), ("xla", "float32")])
+def test_copies_need_no_memory(backend: str, page_dtype: str) -> None:
     sizes = [
-        compiled(backend, dtype, (num_pages, *SHAPE[1:])).memory_analysis().temp_size_in_bytes
+        compiled(backend, page_dtype, (num_pages, *SHAPE[1:])).memory_analysis().temp_size_in_bytes
         for num_pages in (40, 4000)
     ]
     assert sizes[0] == sizes[1]  # nothing that grows with the pool

@@ -330,7 +330,7 @@ def test_pages_stay_in_place(runner: ModelRunner) -> None:
             assert program.memory_analysis().alias_size_in_bytes >= pool
 
 
-@pytest.mark.parametrize(("attention", "page_dtype"), [("xla", "float32"), ("cpu_ffi", "bfloat16")])
+@pytest.mark.parametrize(("attention", "page_dtype"), [("xla", "float32"), ("cpu_ffi", "int8")])
 def test_temporaries_do_not_grow_with_the_pool(attention: str, page_dtype: str) -> None:
     if attention == "cpu_ffi" and not cpu_ffi_available()[0]:
         pytest.skip(f"cpu_ffi: {cpu_ffi_available()[1]}")
