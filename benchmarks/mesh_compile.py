@@ -5,8 +5,10 @@
 
 The forward step of `--tokens` tokens a rank, with abstract weights, through XLA's and Mosaic's whole GPU pipelines.
 Needs what gpu_compile.py needs. With several numbers of layers it also tells whether memory is linear in them, and
-what that makes at full depth. Fails (status 1) when the pages are not updated in place, or when an all-gather brings
-together anything but a step's tokens and their choices.
+what that makes at full depth. Fails (status 1) when the pages are not updated in place, when an all-gather brings
+together anything but a step's tokens and their choices, or when the bytes of any kind of collective are not those of
+the formula (`mesh_shapes.expected_collectives`). Few layers with many pages (`--layers 4 --pages 215000`) show in
+seconds what XLA does when they fill the device.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +53,20 @@ class Report:
             print(f"    all-gather of {shape}: {count}")
 
 
-def compile_forward(options: argparse.Namespace, layers: int, devices: Any) -> tuple[Report, list[str]]:
+def compile_forward(options: argparse.Namespace, layers: int, devices: Any) -> tuple[Report, Iterator[str]]:
     """What compiling says, and what is wrong with it."""
     import jax
     import mesh_shapes
 
     config = mesh_shapes.read_config(mesh_shapes.MODELS[options.model], layers)
-    program = mesh_shapes.forward_program(
-        config, options.mesh, devices, num_tokens=options.tokens, expert_dispatch=options.dispatch,
-        attention=options.attention, matmul=options.matmul, form=options.form,
+    programs, mesh = mesh_shapes.forward_shapes(
+        config, options.mesh, devices, num_tokens=options.tokens, num_pages=options.pages,
+        expert_dispatch=options.dispatch, attention=options.attention, matmul=options.matmul, form=options.form,
     )  # fmt: skip
+    program = programs.program(("forward", options.tokens))
     start = time.monotonic()
     with jax.default_device(devices[0]):
-        traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+        compiled = program.jitted().trace(*program.arguments).lower(lowering_platforms=("cuda",)).compile()
     seconds = time.monotonic() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     gathered = mesh_shapes.gathered_shapes(hlo)
@@ -73,16 +75,26 @@ def compile_forward(options: argparse.Namespace, layers: int, devices: Any) -> t
         mesh_shapes.bytes_per_device(program.arguments[1]), memory.argument_size_in_bytes,
         memory.alias_size_in_bytes, memory.temp_size_in_bytes, mesh_shapes.collectives(hlo), gathered, seconds,
     )  # fmt: skip
-    problems = []
+    expected = mesh_shapes.expected_collectives(
+        config, mesh, num_tokens=options.tokens, dispatch=options.dispatch, value_bytes=2, is_ragged=True
+    )
+    return report, problems(report, expected, config, mesh.expert * options.tokens)
+
+
+def problems(report: Report, expected: dict[str, int], config: Any, num_tokens: int) -> Iterator[str]:
+    """What is wrong. num_tokens: of all ranks that share experts."""
+    import mesh_shapes
+
     if report.aliased < report.pages:
-        problems.append(f"pages: {report.aliased} bytes are updated in place, the pool has {report.pages}")
-    chosen = config.moe.num_experts_per_token if config.moe else 0
-    tokens = options.tokens * len(devices)
-    for shape in gathered:
-        size = mesh_shapes.num_values(re.search(r"\[([\d,]*)\]", shape)[1])
-        if size not in (tokens * config.hidden_size, tokens * chosen):
-            problems.append(f"all-gather of {shape}: neither tokens nor their choices")
-    return report, problems
+        yield f"pages: {report.aliased} bytes are updated in place, the pool has {report.pages}"
+    for kind in sorted(expected.keys() | report.collectives.keys()):
+        size = report.collectives.get(kind, (0, 0))[1]
+        if size != expected.get(kind, 0):
+            yield f"{kind}: results of {size} bytes, by the formula {expected.get(kind, 0)}"
+    for shape in report.gathered:
+        size = mesh_shapes.num_values(shape.partition("[")[2].rstrip("]"))
+        if size not in (num_tokens * config.hidden_size, num_tokens * config.moe.num_experts_per_token):
+            yield f"all-gather of {shape}: neither tokens nor their choices"
 
 
 def extrapolate(reports: list[Report], full: int) -> None:
@@ -102,7 +114,8 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers (default: all)")
     parser.add_argument("--tokens", type=int, default=256, help="of a step, for each rank")
-    parser.add_argument("--dispatch", default="gather", choices=("gather", "all_to_all", "auto"))
+    parser.add_argument("--dispatch", default="gather", choices=("gather", "all_to_all"))
+    parser.add_argument("--pages", type=int, default=4097, help="of each rank")
     parser.add_argument("--form", default="", help="fp8_32, q4_1, ...: layers' weights in such blocks")
     parser.add_argument("--attention", default="mosaic", choices=("mosaic", "xla"))
     parser.add_argument("--matmul", default="mosaic", choices=("mosaic", "xla"))
@@ -129,11 +142,12 @@ def main() -> int:
         )
         reports, failed = [], False
         for layers in options.layers or [full]:
-            report, problems = compile_forward(options, layers, devices)
+            report, found = compile_forward(options, layers, devices)
             reports.append(report)
             report.show()
-            print(*(f"    FAIL {problem}" for problem in problems), sep="\n", end="\n" if problems else "", flush=True)
-            failed = failed or bool(problems)
+            for problem in found:
+                print(f"    FAIL {problem}")
+                failed = True
         if len(reports) > 1:
             extrapolate(reports, full)
     return 1 if failed else 0

@@ -26,6 +26,7 @@ from jaxserve.models.decoder import Decoder
 from jaxserve.models.registry import HF_ARCHITECTURES, family_of
 from jaxserve.models.sharded_parameters import ShardedParameters
 from jaxserve.models.tensor_parallel import shard_config
+from jaxserve.sharding.expert_parallel import received_bytes
 from jaxserve.sharding.mesh import make_mesh
 from jaxserve.sharding.shape import MeshShape, parse_mesh, resolve_shape
 
@@ -117,6 +118,32 @@ def collectives(hlo: str) -> dict[str, tuple[int, int]]:
     return {kind: (count, size) for kind, (count, size) in found.items()}
 
 
+def expected_collectives(
+    config: ModelConfig, shape: MeshShape, *, num_tokens: int, dispatch: str, value_bytes: int, is_ragged: bool
+) -> dict[str, int]:
+    """kind -> bytes of the results on one device, its own part included, of a forward step: what the formulas of
+    sharding/expert_parallel.py say. is_ragged: not the padded twin that XLA:CPU takes for all_to_all."""
+    rows, devices = num_tokens * config.hidden_size * 4, shape.expert
+    found: collections.Counter[str] = collections.Counter()
+    if shape.tensor > 1:  # sums of the embedding, and of attention and feed-forward in each layer
+        found["all-reduce"] = (1 + 2 * config.num_layers) * rows
+    if config.moe is not None and devices > 1:
+        layers, chosen = sum(layer.uses_moe for layer in config.layers), config.moe.num_experts_per_token
+        received = received_bytes(
+            "gather", num_devices=devices, num_tokens=num_tokens, hidden=config.hidden_size,
+            num_experts=config.moe.num_experts, num_chosen=chosen, value_bytes=value_bytes,
+        )  # fmt: skip
+        inputs, results = (layers * int(size) // (devices - 1) for size in received)  # of one device
+        if dispatch == "gather":
+            found["all-gather"], found["reduce-scatter"] = devices * inputs, results
+        elif is_ragged:  # there is room for all that may come; back comes one row from each device that was visited
+            found["all-to-all"] = layers * devices * 8
+            found["ragged-all-to-all"] = devices * inputs + min(chosen, devices) * results
+        else:
+            found["all-to-all"] = devices * (inputs + results)
+    return dict(found)
+
+
 def gathered_shapes(hlo: str) -> dict[str, int]:
     """Shape of an all-gather's result, as "bf16[2048,7168]" -> how many there are."""
     names = (
@@ -131,9 +158,11 @@ def _collective_results(hlo: str) -> Iterator[tuple[str, list[tuple[str, str]]]]
         match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.*?) (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", line)
         if match is None:
             continue
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-        if "-start(" in line and len(shapes) > 1:
-            shapes = shapes[len(shapes) // 2 :]  # operands first, then results
+        result = re.sub(r"\{[^}]*\}", "", match[1])  # without layouts
+        is_nested = result.startswith("((")  # (operands), then results
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", result.partition("),")[2] if is_nested else result)
+        if "-start(" in line and not is_nested and len(shapes) > 1:
+            shapes = shapes[len(shapes) // 2 :]  # an operand, then its result
         yield match[2], [(dtype, dims) for dtype, dims in shapes if dtype in _BYTES]
 
 
@@ -155,7 +184,7 @@ def _case(name: str, devices: Sequence[jax.Device]) -> tuple[Any, tuple[Any, ...
     program = forward_program(
         read_config(MODELS[name], layers), mesh, devices, num_tokens=tokens, expert_dispatch=dispatch
     )
-    return jax.jit(program.function, donate_argnums=program.donate), program.arguments
+    return program.jitted(), program.arguments
 
 
 def deepseek_v3(devices: Sequence[jax.Device]) -> tuple[Any, tuple[Any, ...]]:

@@ -135,18 +135,16 @@ def exchange_ragged(
     num_rows = num_tokens * min(num_chosen, num_devices)
     sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    # Rows that go somewhere first, in order; the others point behind the last token.
+    # Rows that go somewhere first, in order.
     flat = goes.T.reshape(-1)
-    order = jnp.argsort(~flat, stable=True)[:num_rows]
-    token = jnp.where(flat[order], order % num_tokens, num_tokens)
+    token = jnp.argsort(~flat, stable=True)[:num_rows] % num_tokens
     swapped = lax.all_to_all(jnp.stack([sizes, starts], axis=1), AXIS, split_axis=0, concat_axis=0, tiled=True)
     received_sizes, starts_at_source = swapped[:, 0], swapped[:, 1]
     room = jnp.arange(num_devices, dtype=jnp.int32) * num_tokens  # where each source's rows lie at a receiver
     mine = jnp.full(num_devices, lax.axis_index(AXIS) * num_tokens, jnp.int32)
 
     def send(values: jax.Array, empty: jax.Array) -> jax.Array:
-        rows = values[jnp.minimum(token, num_tokens - 1)]
-        return lax.ragged_all_to_all(rows, empty, starts, sizes, mine, received_sizes, axis_name=AXIS)
+        return lax.ragged_all_to_all(values[token], empty, starts, sizes, mine, received_sizes, axis_name=AXIS)
 
     total = num_devices * num_tokens
     choices = jnp.concatenate([ids, lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
@@ -156,4 +154,9 @@ def exchange_ragged(
     out = compute(rows, choices[:, :num_chosen], received)
     empty = jnp.zeros((num_rows, out.shape[1]), out.dtype)
     back = lax.ragged_all_to_all(out, empty, room, received_sizes, starts_at_source, sizes, axis_name=AXIS)
-    return jax.ops.segment_sum(back, token, num_segments=num_tokens)
+    # Each token's rows are read in the order of their devices: a scatter would add them in any order on a GPU.
+    visited = jnp.argsort(~goes, axis=1, stable=True)[:, : min(num_chosen, num_devices)]  # [T, m]
+    row_of = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(num_devices, num_tokens)
+    place = row_of[visited, jnp.arange(num_tokens)[:, None]]
+    place = jnp.where(jnp.take_along_axis(goes, visited, axis=1), place, num_rows)
+    return jnp.sum(back.at[place].get(mode="fill", fill_value=0.0), axis=1)

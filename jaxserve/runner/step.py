@@ -28,6 +28,9 @@ from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from jaxserve.scheduler.decision import POOL_SUM
 
 COPIES_PER_CALL = 64  # page copies that one call of the copy program takes
+# Pages fill the device by design. Above 80 % of its memory XLA computes values again, all-gathers of tokens among them,
+# rather than keep them: it finds megabytes where the weights and the pages take all the room.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 Pages = tuple[LayerPages, ...]
 Leaves = tuple[jax.Array, ...]
@@ -64,9 +67,13 @@ class Program:
     arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
     donate: tuple[int, ...] = ()
 
+    def jitted(self) -> Any:
+        """The function as jax.jit makes it; not traced yet."""
+        return jax.jit(self.function, donate_argnums=self.donate, compiler_options=COMPILER_OPTIONS)
+
     def lower(self) -> jax.stages.Lowered:
         """Trace and lower; compiling the result releases the GIL."""
-        return jax.jit(self.function, donate_argnums=self.donate).lower(*self.arguments)
+        return self.jitted().lower(*self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)

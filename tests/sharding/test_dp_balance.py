@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.dp_placement import compare, workloads
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.decision import CacheGeometry, RankedDecision, RankedResult, StepResult
@@ -150,6 +151,17 @@ def test_steps_are_balanced_and_ranks_stay_together() -> None:
         sizes.append([0 if part is None else part.num_tokens for part in decision.ranks])
     assert max(sizes[0]) == 17  # 3 decodes and a prompt: the mean of 64, 1, 1, 1
     assert all(sum(size > 0 for size in row) >= 3 for row in sizes[:5])
+
+
+def test_the_cost_finds_prefixes_as_the_longest_match_does_and_spreads_requests_as_the_score_does() -> None:
+    """In virtual time, so the same on every machine. All chats share a system prompt."""
+    few = workloads(120)
+    prefixes, chats = (dict(compare(few[name])) for name in ("64 prefixes of 2048", "chats of 3 to 6 turns"))
+    for found in (prefixes, chats):
+        assert found["both"].hits > 1.5 * found["score"].hits
+        assert found["both"].first_token < found["score"].first_token / 1.5
+    assert chats["both"].between_tokens_p99 < chats["longest match"].between_tokens_p99 / 2
+    assert chats["both"].between_tokens_p99 < chats["unbalanced"].between_tokens_p99 / 1.5
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -27,8 +27,8 @@ def runner_of(mesh: str) -> ModelRunner:
     return warm_runner("llama", mesh)
 
 
-def prompts(count: int) -> list[np.ndarray]:
-    known = [prompt for prompt, *_ in reference("llama")]
+def prompts(count: int, name: str = "llama") -> list[np.ndarray]:
+    known = [prompt for prompt, *_ in reference(name)]
     return [known[i % len(known)] for i in range(count)]
 
 
@@ -87,15 +87,24 @@ def test_preemption_recomputes() -> None:
     assert found.tokens == serve(runner_of(""), chosen, params).tokens
 
 
-@pytest.mark.parametrize("mesh", ["data=4,tensor=2"])
-def test_deterministic_tokens_and_logprobs_do_not_depend_on_the_batch(mesh: str) -> None:
+@pytest.mark.parametrize(
+    "name, mesh, dispatch",
+    [
+        ("llama", "data=4,tensor=2", "auto"),
+        pytest.param("qwen3_moe", "expert=4,tensor=2", "auto", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "expert=8", "all_to_all", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "expert=8", "auto", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "data=4,expert=2", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_deterministic_tokens_and_logprobs_do_not_depend_on_the_batch(name: str, mesh: str, dispatch: str) -> None:
     """Bitwise: alone, with others on all ranks, and with its prefix cached."""
-    runner = build("llama", mesh, deterministic=True, max_step_tokens=8, max_num_rows=2)
+    runner = build(name, mesh, deterministic=True, max_step_tokens=8, max_num_rows=2, expert_dispatch=dispatch)
     params = SamplingParams(temperature=1.0, max_tokens=6, logprobs=0)
-    alone = serve(runner, prompts(1), params)
-    full = serve(runner, prompts(8), params)
-    cached = serve(runner, prompts(1), params, scheduler=full.scheduler)
+    alone = serve(runner, prompts(1, name), params)
+    full = serve(runner, prompts(8, name), params)
+    cached = serve(runner, prompts(1, name), params, scheduler=full.scheduler)
     assert full.tokens[0] == alone.tokens[0] == cached.tokens[0]
     assert full.logprobs[0] == alone.logprobs[0] == cached.logprobs[0]
-    assert cached.requests[0].num_cached_tokens == (len(prompts(1)[0]) - 1) // 8 * 8
+    assert cached.requests[0].num_cached_tokens == (len(prompts(1, name)[0]) - 1) // 8 * 8
     assert runner.compiles_after_warmup == 0
