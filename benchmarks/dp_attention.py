@@ -3,8 +3,8 @@
     python -m benchmarks.dp_attention
 
 SGLang reports up to 1.9 times the decode throughput from DP attention on this model and these machines (v0.4, December
-2024: lmsys.org/blog/2024-12-04-sglang-v0-4), without batch sizes. Assumed: weights of one byte a number, latents of two,
-the batch that fits the cache (at most --rows), all rows at the given context, peaks and shares of
+2024: lmsys.org/blog/2024-12-04-sglang-v0-4), without batch sizes. Assumed: weights of one byte a number, latents of
+two, the batch that fits the cache (at most --rows), all rows at the given context, peaks and shares of
 jaxserve/simulator/devices.py. The last column is the smallest data-parallel batch that gives 1.9 times the throughput
 of the largest tensor-parallel one.
 """
@@ -17,7 +17,6 @@ import bisect
 from jaxserve.simulator.devices import device_named
 from jaxserve.simulator.model_shape import load_shape
 from jaxserve.simulator.step_cost import Parallel, RooflineCost, decode_load
-
 
 REPORTED = 1.9
 

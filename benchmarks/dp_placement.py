@@ -83,28 +83,23 @@ class Figures:
 
 
 def workloads(count: int) -> dict[str, list[Conversation]]:
-    """Each with about 60 to 90 % of what the ranks can do."""
-    own, output = Lengths(low=50, high=200), Lengths(low=50, high=200)
-    return {
-        "64 prefixes of 2048": list(
-            shared_prefix(count, 64, Lengths(low=2048, high=2048), own, output, rate=40.0, seed=1)
+    """Conversations by name."""
+    prefix, own, output = Lengths(low=2048, high=2048), Lengths(low=50, high=200), Lengths(low=50, high=200)
+    turns, user = Lengths(low=3, high=6), Lengths(low=100, high=1000)
+    made = {
+        "64 prefixes of 2048": shared_prefix(count, 64, prefix, own, output, rate=40.0, seed=1),
+        "the same, zipf 1.2": shared_prefix(count, 64, prefix, own, output, rate=40.0, zipf=1.2, seed=2),
+        "chats of 3 to 6 turns": multi_turn(
+            count // 4, turns, user, output, rate=9.0, system_tokens=500, pause_s=5.0, seed=3
         ),
-        "the same, zipf 1.2": list(
-            shared_prefix(count, 64, Lengths(low=2048, high=2048), own, output, rate=40.0, zipf=1.2, seed=2)
-        ),
-        "chats of 3 to 6 turns": list(
-            multi_turn(
-                count // 4, Lengths(low=3, high=6), Lengths(low=100, high=1000), output, rate=9.0, system_tokens=500,
-                pause_s=5.0, seed=3,
-            )  # fmt: skip
-        ),
-        "alone, 100 to 8000": list(unique(count, Lengths(low=100, high=8000), output, rate=3.0, seed=4)),
+        "alone, 100 to 8000": unique(count, Lengths(low=100, high=8000), output, rate=3.0, seed=4),
     }
+    return {name: list(workload) for name, workload in made.items()}
 
 
 def load_of_step(decision: RankedDecision) -> StepLoad:
     """Of a step in which every rank is as busy as the busiest."""
-    loads = [load_of(part) for part in decision.ranks if part is not None]
+    loads = [load_of(part, GEOMETRY.page_size) for part in decision.ranks if part is not None]
     most = {field.name: max(getattr(load, field.name) for load in loads) for field in dataclasses.fields(StepLoad)}
     return StepLoad(**{name: value * len(decision.ranks) for name, value in most.items()})
 

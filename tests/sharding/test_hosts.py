@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,8 @@ import numpy as np
 import pytest
 from mesh_runner import TINY, reference
 from tokenizers import Tokenizer, decoders, models
+
+from jaxserve.runner.host_link import SILENT_S
 
 SERVE = [
     "llama", "--dtype", "float32", "--max-num-rows", "2", "--max-step-tokens", "2", "--num-pages", "64",
@@ -83,16 +87,19 @@ class Group:
             assert time.monotonic() < deadline, f"not ready:\n{self.log(0)[-2000:]}\n---\n{self.log(1)[-2000:]}"
             time.sleep(0.2)
 
-    def complete(self, prompt: np.ndarray, count: int) -> str:
+    def post(self, prompt: np.ndarray, count: int) -> httpx.Response:
         body = {"model": "model", "prompt": prompt.tolist(), "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        answer = self.http.post("/v1/completions", json=body)
+        return self.http.post("/v1/completions", json=body)
+
+    def complete(self, prompt: np.ndarray, count: int) -> str:
+        answer = self.post(prompt, count)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    def engine_of_host_1(self) -> int:
+    def engine_of(self, host: int) -> int:
         """Process id of what computes there."""
         found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.processes[1].pid)], capture_output=True, text=True
+            ["ps", "-o", "pid=", "--ppid", str(self.processes[host].pid)], capture_output=True, text=True
         ).stdout.split()
         assert len(found) == 1
         return int(found[0])
@@ -125,15 +132,31 @@ def test_tokens_of_two_processes_are_those_of_one(group: Group) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_an_error_soon_and_a_restart_serves_again(group: Group) -> None:
+@pytest.mark.parametrize(
+    "host, sent, deadline_s",
+    [(1, signal.SIGKILL, DEADLINE_S), (0, signal.SIGKILL, DEADLINE_S), (1, signal.SIGSTOP, SILENT_S + DEADLINE_S)],
+)
+def test_a_lost_host_is_an_error_soon_and_a_restart_serves_again(
+    group: Group, host: int, sent: signal.Signals, deadline_s: float
+) -> None:
+    """Its process is gone, or the machine hangs, while requests are under way."""
     prompt, tokens, _ = reference("llama")[0]
-    os.kill(group.engine_of_host_1(), 9)
-    start = time.monotonic()
-    while group.http.get("/ready").status_code == 200:
-        assert time.monotonic() - start < DEADLINE_S
-        time.sleep(0.05)
-    while "host 1 (127.0.0.1) was lost" not in group.log(0):
-        assert time.monotonic() - start < DEADLINE_S
-        time.sleep(0.05)
+    lost, other = group.engine_of(host), 1 - host
+    length = len(group.log(other))
+    with futures.ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(group.post, prompt, 200) for _ in range(12)]  # four at a time
+        time.sleep(0.5)
+        os.kill(lost, sent)
+        start = time.monotonic()
+        while group.http.get("/ready").status_code == 200:
+            assert time.monotonic() - start < deadline_s
+            time.sleep(0.05)
+        statuses = {answer.result(deadline_s).status_code for answer in running}
+        assert 503 in statuses <= {200, 503}
+        while f"host {host} (127.0.0.1) was lost" not in group.log(other)[length:]:
+            assert time.monotonic() - start < deadline_s
+            time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(lost, signal.SIGCONT)
     group.wait_ready()
     assert group.complete(prompt, len(tokens)) == "".join(f"<{token}>" for token in tokens)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
+import msgspec
 import numpy as np
 import pytest
 from mesh_runner import build, reference, serve, warm_runner
@@ -9,7 +13,9 @@ from mesh_runner import build, reference, serve, warm_runner
 from jaxserve.request import Request
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.dp_balance import make_scheduler
 
+NUMBERS = itertools.count(2 * 10**6)  # a runner tells requests apart by their numbers
 MESH = "data=2,tensor=2"
 OPTIONS = [
     SamplingParams(temperature=0.0, max_tokens=8, logprobs=3),
@@ -85,6 +91,47 @@ def test_preemption_recomputes() -> None:
     found = serve(small, chosen, params)
     assert found.scheduler.stats().num_preemptions > 0
     assert found.tokens == serve(runner_of(""), chosen, params).tokens
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("llama", MESH),
+        pytest.param("qwen3_moe", "expert=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "expert=8", marks=pytest.mark.slow),
+    ],
+)
+def test_traffic_with_aborts_and_too_few_pages(name: str, mesh: str) -> None:
+    """Requests of two namespaces that come and go over several ranks: whoever stays gets the tokens of one device."""
+    runner, random = warm_runner(name, mesh), np.random.default_rng(5)
+    known = prompts(5, name)
+    chosen = [np.concatenate([known[i % 5], known[random.integers(5)][:7]]) for i in range(36)]
+    lengths = random.integers(4, 24, len(chosen)).tolist()
+    params = [msgspec.structs.replace(OPTIONS[i % 4], max_tokens=length) for i, length in enumerate(lengths)]
+    expected = serve(warm_runner(name, ""), chosen, params).tokens
+    geometry = dataclasses.replace(runner.geometry, num_pages=14)
+    scheduler = make_scheduler(geometry, policy="fcfs", prefix_cache=True, deterministic=False)
+    requests = [
+        Request(next(NUMBERS), prompt, one, 100 + i, len(prompt) + one.max_tokens, namespace="ab"[i % 2])
+        for i, (prompt, one) in enumerate(zip(chosen, params))
+    ]
+    coming, flying, aborted = list(requests), [], set()
+    while coming or scheduler.has_work or flying:
+        for _ in range(min(len(coming), random.integers(4))):
+            scheduler.add(coming.pop(0))
+        number = requests[random.integers(36)].number
+        if random.random() < 0.15 and scheduler.abort(number) is not None:
+            aborted.add(number)
+        while len(flying) < 2 and (decision := scheduler.schedule()) is not None:
+            flying.append((decision, runner.dispatch(decision)))
+        if flying:
+            decision, handle = flying.pop(0)
+            scheduler.apply(decision, runner.collect(handle))
+        scheduler.check_integrity()
+    assert 0 < len(aborted) < 18 and scheduler.stats().num_preemptions > 0
+    for request, tokens in zip(requests, expected):
+        assert request.number in aborted or request.output_ids == tokens
+    assert runner.compiles_after_warmup == 0
 
 
 @pytest.mark.parametrize(
