@@ -123,7 +123,8 @@ def embeddings() -> list[AddEmbedding | AddRequest]:
             messages.append(
                 AddEmbedding(request_id=f"{pooling}{i}", prompt=prompt(i), pooling=pooling, normalize=i % 2 == 0)
             )
-        messages.append(AddRequest(request_id=f"text{i}", prompt=prompt(i), params=SamplingParams(max_tokens=5)))
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        messages.append(AddRequest(request_id=f"text{i}", prompt=prompt(i), params=params))
     return messages
 
 
@@ -144,6 +145,7 @@ def test_embeddings_are_those_of_one_device(name: str, mesh: str) -> None:
             np.testing.assert_allclose(*vectors, atol=1e-4)
             assert np.abs(vectors[1]).max() > 0.05
         assert last_of(found, f"text{i}").finish_reason == "length"
+    assert texts(found) == texts(expected)
 
 
 @pytest.mark.slow
