@@ -177,7 +177,7 @@ def compare(workload: list[Conversation]) -> Iterator[tuple[str, Figures]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=1000)
     options = parser.parse_args()
     for name, workload in workloads(options.requests).items():
         print(f"{name}\n    rule           hits  busy  tok/s  first token, mean and p99  between tokens, p99 (ms)")
