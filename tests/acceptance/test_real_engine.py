@@ -79,3 +79,31 @@ def test_where_products_are_made_in_tiles_company_changes_no_token(smollm2: str)
         engine.flush_cache()
         together = [output.token_ids for output in engine.generate(prompts, params)]
     assert together == alone
+
+
+@pytest.mark.skipif(not cpu_tiles_available()[0], reason=cpu_tiles_available()[1] or "-")
+@pytest.mark.slow
+@pytest.mark.parametrize("page_dtype", ["int8", "fp8"])
+def test_quantised_pages_change_with_no_company(smollm2: str, page_dtype: str) -> None:
+    """Alone; in a batch, in chunks and preempted; behind cached prefixes; as forks: the same tokens."""
+    params = [SamplingParams(seed=n, temperature=1.0, max_tokens=64, ignore_eos=True) for n in range(8)]
+    prompts = [row["prompt"] for row in SHORT[:8]]
+    with LLM(
+        smollm2, page_dtype=page_dtype, max_model_len=160, max_num_rows=8, max_step_tokens=24, num_pages=24,
+        warmup=False, progress=False,
+    ) as engine:  # fmt: skip
+        alone = [engine.generate(prompt, each)[0].token_ids for prompt, each in zip(prompts, params)]
+        engine.flush_cache()
+        together = [output.token_ids for output in engine.generate(prompts, params)]
+        assert engine.stats().num_preemptions > 0
+        before = engine.stats().num_cached_tokens
+        longest = max(range(len(prompts)), key=lambda n: len(prompts[n]))
+        cached = [engine.generate(prompts[longest], params[longest])[0].token_ids for _ in range(2)]
+        assert engine.stats().num_cached_tokens > before
+        forks = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=16, ignore_eos=True)
+        first, second = (engine.generate(prompts[0], forks)[0].outputs for _ in range(2))
+        stats = engine.stats()
+    assert together == alone
+    assert cached == [alone[longest]] * 2
+    assert [one.token_ids for one in first] == [one.token_ids for one in second]
+    assert stats.num_pages_held == 0
