@@ -29,7 +29,7 @@ S8, S32, U8, F32, BF16, F8E4M3FN = 2, 4, 6, 11, 16, 20
 # XLA_FFI_Error_Code
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 
-I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FLOAT = ir.FloatType()
 BYTE_POINTER = I8.as_pointer()
 

@@ -118,6 +118,10 @@ class Emitter:
         narrow = self.b.fptrunc(value, ir.VectorType(BFLOAT, LANES))
         return self.b.bitcast(narrow, ir.VectorType(I16, LANES))
 
+    def hidden(self, value: ir.Value) -> ir.Value:
+        """The same int64, of which the compiler knows nothing more: what it stored there, it has to load."""
+        return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], side_effect=True)
+
     def splat(self, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
         b, type_ = self.b, ir.VectorType(scalar.type, lanes)
         undefined = ir.Constant(type_, ir.Undefined)

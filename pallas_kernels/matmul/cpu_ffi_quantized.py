@@ -9,7 +9,6 @@ expand_cpu writes the whole weight out for XLA.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     F32,
     FLOAT,
     I8,
-    I16,
     I32,
     U8,
     arg,
@@ -51,8 +49,7 @@ MAX_ROWS = 16
 FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
 _ITEM_BYTES = 32768  # of stored weights per work item
 _MIN_THREAD_BYTES = 32768
-_NIBBLES_AT = {"q4_1": 4, "q4_z": 4, "q4_k": 6}  # where in a block the codes of 4 bits begin
-_BYTES16 = ir.VectorType(I8, LANES)
+NIBBLES_AT = {"q4_1": 4, "q4_z": 4, "q4_k": 6}  # where in a block the codes of 4 bits begin
 
 
 def linear_cpu_quantized(x: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -79,18 +76,10 @@ def _expansion(kind: str, target: str) -> str:
     return register_handler(name, lambda: _make_expansion(name, kind, target))
 
 
-def load_nibbles(e: Emitter, kind: str, block: ir.Value) -> list[ir.Value]:
-    """The 32 codes of 4 bits of a block, as two vectors of 16 bytes."""
-    codes = e.load(e.at(block, _NIBBLES_AT[kind]), _BYTES16, 1)
-    low = e.b.and_(codes, ir.Constant(_BYTES16, [15] * LANES))
-    return [low, e.b.lshr(codes, ir.Constant(_BYTES16, [4] * LANES))]
-
-
-def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
-    """STEP (one block of) stored weights as float32 vectors. codes: what these 16 codes stand for in a block whose
-    codes have 4 bits, instead of the block's own."""
+def make_loader(kind: str) -> LoadWeights:
+    """STEP (one block of) stored weights as float32 vectors."""
     size = block_bytes(kind)
-    codes = [ir.Constant(VECTOR, codes)] if codes else []
+    bytes16 = ir.VectorType(I8, LANES)
 
     def load(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
         b = e.b
@@ -104,7 +93,10 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
             return b.sitofp(value, FLOAT) if signed else b.uitofp(value, FLOAT)
 
         def nibbles() -> list[ir.Value]:
-            return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in load_nibbles(e, kind, block)]
+            codes = e.load(e.at(block, NIBBLES_AT[kind]), bytes16, 1)
+            low = b.and_(codes, ir.Constant(bytes16, [15] * LANES))
+            high = b.lshr(codes, ir.Constant(bytes16, [4] * LANES))
+            return [b.sitofp(b.zext(part, INT_VECTOR), VECTOR) for part in (low, high)]
 
         def codes8(at: int, kind: str) -> list[ir.Value]:
             return [e.load_as_float(e.at(block, at + j), kind) for j in (0, LANES)]
@@ -128,13 +120,13 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
             wide = b.fpext(pairs, VECTOR)
             lanes = [[2 * (lane // 2) + odd for lane in range(LANES)] for odd in (0, 1)]
             factor, offset = (b.shuffle_vector(wide, wide, ir.Constant(INT_VECTOR, list(x))) for x in lanes)
-            return block, [e.fma(value, factor, offset) for value in codes or nibbles()]
+            return block, [e.fma(value, factor, offset) for value in nibbles()]
         if kind == "q4_z":
             zero = e.splat(byte(2))
-            return block, times([b.fsub(value, zero) for value in codes or nibbles()], half(0))
+            return block, times([b.fsub(value, zero) for value in nibbles()], half(0))
         if kind == "q4_k":
             factor, offset = e.splat(b.fmul(half(0), byte(4))), e.splat(b.fmul(half(2), byte(5)))
-            return block, [b.fsub(b.fmul(value, factor), offset) for value in codes or nibbles()]
+            return block, [b.fsub(b.fmul(value, factor), offset) for value in nibbles()]
         if kind == "q6_k":
             factors = [e.splat(b.fmul(half(0), byte(at, signed=True))) for at in (2, 3)]
             return block, [b.fmul(value, factor) for value, factor in zip(codes8(4, "int8"), factors)]
@@ -143,59 +135,17 @@ def make_loader(kind: str, *, codes: tuple[float, ...] = ()) -> LoadWeights:
     return load
 
 
-def make_expand(kind: str, target_kind: str, *, by_instruction: bool = False) -> Any:
-    """expand(row, target, k): one stored row to float32 or bfloat16. by_instruction: see Emitter.to_bf16."""
-    expand_step = make_expand_step(kind, target_kind, by_instruction=by_instruction)
+def make_expand(kind: str, target_kind: str) -> Any:
+    """expand(row, target, k): one stored row to float32 or bfloat16."""
+    load, size = make_loader(kind), ELEMENT_BYTES[target_kind]
 
     def emit(e: Emitter, row: ir.Value, target: ir.Value, k: ir.Value) -> None:
         with emit_loop(e, 0, k, STEP) as (i, _):
-            expand_step(e, row, i, k, e.b.add(target, e.b.mul(i, e.const(ELEMENT_BYTES[target_kind]))))
+            _, values = load(e, row, i, k)
+            for j, value in enumerate(values):
+                e.store_as(value, e.b.add(target, e.b.mul(e.b.add(i, e.const(LANES * j)), e.const(size))), target_kind)
 
     return void_intrinsic((types.intp,) * 3, emit)
-
-
-# (emitter, start of a weight row, index of the first of STEP values, k, where the values go)
-ExpandStep = Callable[[Emitter, ir.Value, ir.Value, ir.Value, ir.Value], None]
-
-
-def make_expand_step(kind: str, target_kind: str, *, by_instruction: bool = False) -> ExpandStep:
-    """Emits STEP stored weights as float32 or bfloat16."""
-    if by_instruction and kind in _NIBBLES_AT:
-        return _make_look_up(kind)
-    load, size = make_loader(kind), ELEMENT_BYTES[target_kind]
-
-    def emit(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value, target: ir.Value) -> None:
-        _, values = load(e, row, i, k)
-        for j, value in enumerate(values):
-            if by_instruction:
-                e.store(e.to_bf16(value), e.at(target, LANES * size * j), 2)
-            else:
-                e.store_as(value, e.at(target, LANES * size * j), target_kind)
-
-    return emit
-
-
-def _make_look_up(kind: str) -> ExpandStep:
-    """To bfloat16, for codes of 4 bits: a block has 16 values, which are computed and then looked up."""
-    load = make_loader(kind, codes=tuple(float(code) for code in range(16)))
-    shorts, integers = ir.VectorType(I16, STEP), ir.VectorType(I32, STEP)
-    twice = ir.Constant(integers, 2 * list(range(LANES)))
-    # Indices have four bits, so only the lower half of the table is read: the upper one is left undefined.
-    lower = ir.Constant(integers, list(range(STEP)))
-    shifts = ir.Constant(shorts, [0] * LANES + [4] * LANES)
-    four_bits = ir.Constant(shorts, [15] * STEP)
-
-    def emit(e: Emitter, row: ir.Value, i: ir.Value, k: ir.Value, target: ir.Value) -> None:
-        b = e.b
-        block, (values,) = load(e, row, i, k)
-        table = e.to_bf16(values)
-        table = b.shuffle_vector(table, ir.Constant(table.type, ir.Undefined), lower)
-        stored = e.load(e.at(block, _NIBBLES_AT[kind]), _BYTES16, 1)
-        codes = b.and_(b.lshr(b.zext(b.shuffle_vector(stored, stored, twice), shorts), shifts), four_bits)
-        look_up = e.function("llvm.x86.avx512.permvar.hi.512", shorts, [shorts, shorts])
-        e.store(b.call(look_up, [table, codes]), target, 2)
-
-    return emit
 
 
 def _make_product(name: str, kind: str) -> tuple[Any, Any, Any]:

@@ -4,10 +4,8 @@ A tile holds 16 rows of 64 bytes. One instruction multiplies 16 outputs x 32 bfl
 values of 16 rows of x and adds to 16 x 16 float32 sums: out.T = w @ x.T. Weights in bfloat16 are loaded where they lie;
 quantised ones are expanded to bfloat16 a few outputs at a time, in memory that stays in the cache. x is rounded to
 bfloat16 and laid out by the first work items of a call (pairs of values, 16 rows side by side), for which the others
-wait. Every sum runs over k in one order, so rows do not depend on how many there are, nor on the form of the weights.
-
-Instructions: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX. Linux gives a process
-the registers' memory when it asks (support.has_bf16_tiles).
+wait. A single row needs no laying out: its tiles have one column. Every sum runs over k in one order, so rows do not
+depend on how many there are, nor on the form of the weights.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
-    BYTE_POINTER,
-    I8,
     I32,
     U8,
     atomic_add,
@@ -45,19 +41,17 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
-from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import ExpandStep, make_expand, make_expand_step
+from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_registers import LINE, ROWS, W_TILES, X_TILES, Tiles
+from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import SCALE_BYTES, ExpandTile, make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-ROWS = 16  # rows of x, and outputs, of a tile
 STEP = 32  # values of k of a tile; k must be a multiple
-_LINE = 64  # bytes of a tile's row
-_TILE_BYTES = ROWS * _LINE
+_TILE_BYTES = ROWS * LINE
 _PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
 _BUFFER_BYTES = _PAIR * _TILE_BYTES  # the expanded weights of one step; two of them
-_SCRATCH_BYTES = _PAIR * _PAIR * _TILE_BYTES + 2 * _BUFFER_BYTES
+_SCRATCH_BYTES = _PAIR * _PAIR * _TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
 _ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
@@ -90,46 +84,6 @@ def _handler(kind: str) -> str:
     return register_handler(name, lambda: _make_handler(name, kind))
 
 
-class _Tiles:
-    """The instructions, at the position of an emitter. Register numbers are compile-time constants."""
-
-    def __init__(self, emitter: Emitter) -> None:
-        self.e = emitter
-
-    def _call(self, name: str, *arguments: ir.Value) -> None:
-        types_ = [argument.type for argument in arguments]
-        self.e.b.call(self.e.function(f"llvm.x86.{name}", ir.VoidType(), types_), arguments)
-
-    def _pointer(self, address: ir.Value) -> ir.Value:
-        return self.e.b.inttoptr(address, BYTE_POINTER)
-
-    def configure(self) -> None:
-        """Eight tiles of ROWS x _LINE bytes; palette 1."""
-        config = bytearray(64)
-        config[0] = 1
-        for tile in range(8):
-            config[16 + 2 * tile], config[48 + tile] = _LINE, ROWS
-        constant = cgutils.global_constant(
-            self.e.b.module, ".tile_config", ir.Constant(ir.ArrayType(I8, 64), config), linkage="private"
-        )
-        self._call("ldtilecfg", self.e.b.bitcast(constant, BYTE_POINTER))
-
-    def release(self) -> None:
-        self._call("tilerelease")
-
-    def zero(self, tile: int) -> None:
-        self._call("tilezero", ir.Constant(I8, tile))
-
-    def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        self._call("tileloadd64", ir.Constant(I8, tile), self._pointer(address), stride)
-
-    def store(self, tile: int, address: ir.Value) -> None:
-        self._call("tilestored64", ir.Constant(I8, tile), self._pointer(address), self.e.const(_LINE))
-
-    def multiply_add(self, sums: int, w: int, x: int) -> None:
-        self._call("tdpbf16ps", *(ir.Constant(I8, tile) for tile in (sums, w, x)))
-
-
 def _make_pack() -> Any:
     """pack(x, x_stride, rows, k, target): up to ROWS rows of x as the tiles of all k; missing rows repeat the last."""
 
@@ -149,17 +103,48 @@ def _make_pack() -> Any:
                 vectors.append(b.bitcast(b.shuffle_vector(*halves, both), INT_VECTOR))
             tile = b.add(target, b.mul(i, e.const(_TILE_BYTES // STEP)))
             for pair, vector in enumerate(e.transpose(vectors)):
-                e.store(vector, e.at(tile, _LINE * pair), _LINE)
+                e.store(vector, e.at(tile, LINE * pair), LINE)
 
     return void_intrinsic((types.intp,) * 5, emit)
 
 
-def _make_product(expand_step: ExpandStep | None) -> Any:
+def _make_round() -> Any:
+    """round(x, k, target): one row of x as bfloat16."""
+
+    def emit(e: Emitter, x, k, target) -> None:
+        with emit_loop(e, 0, k, LANES) as (i, _):
+            value = e.to_bf16(e.load(e.b.add(x, e.b.mul(i, e.const(4)))))
+            e.store(value, e.b.add(target, e.b.mul(i, e.const(2))), 2 * LANES)
+
+    return void_intrinsic((types.intp,) * 3, emit)
+
+
+def _make_product_of_one(expand_tile: ExpandTile | None) -> Any:
+    """product(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step): as _make_product's, for one row of x, which
+    lies there as bfloat16, in tiles configured for one column. Neither x nor the sums have to be transposed."""
+
+    def emit(e: Emitter, outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step) -> None:
+        b = e.b
+        done = b.append_basic_block("product.done")
+        cases = {n: b.append_basic_block(f"product.{n}") for n in (1, _PAIR)}
+        b.switch(outputs, cases[_PAIR]).add_case(e.const(1), cases[1])
+        for n, block in cases.items():
+            b.position_at_end(block)
+            sums = _emit_sums(e, expand_tile, n, 1, w, w_stride, x, None, k, scratch, fetch, fetch_step)
+            for (output, _), tile in sums.items():
+                Tiles(e).store(tile, e.at(y, output * LINE), 4)
+            b.branch(done)
+        b.position_at_end(done)
+
+    return void_intrinsic((types.intp,) * 9, emit)
+
+
+def _make_product(expand_tile: ExpandTile | None) -> Any:
     """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one or two
     tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
 
     Strides in bytes; x_stride from block to block. scratch has _SCRATCH_BYTES. fetch_step bytes are fetched ahead per
-    step. With expand_step w is as stored, else bfloat16.
+    step. With expand_tile w is as stored, else bfloat16.
     """
 
     def emit(
@@ -168,7 +153,7 @@ def _make_product(expand_step: ExpandStep | None) -> Any:
         b = e.b
         with emit_loop(e, 0, b.add(b.mul(b.sub(blocks, e.const(1)), e.const(ROWS)), rows), 1) as (row, _):
             for n in range(_PAIR):  # else each line written is waited for at the end
-                e.prefetch(e.at(b.add(y, b.mul(row, y_stride)), n * _LINE), to_write=True)
+                e.prefetch(e.at(b.add(y, b.mul(row, y_stride)), n * LINE), to_write=True)
         done = b.append_basic_block("product.done")
         cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, _PAIR) for m in (1, _PAIR)}
         chosen = b.add(b.mul(outputs, e.const(4)), blocks)
@@ -178,7 +163,9 @@ def _make_product(expand_step: ExpandStep | None) -> Any:
                 switch.add_case(e.const(4 * n + m), block)
         for (n, m), block in cases.items():
             b.position_at_end(block)
-            _emit_sums(e, expand_step, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
+            sums = _emit_sums(e, expand_tile, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
+            for (output, row), tile in sums.items():
+                Tiles(e).store(tile, e.at(scratch, (_PAIR * output + row) * _TILE_BYTES), LINE)
             b.branch(done)
         b.position_at_end(done)
         _emit_transposed(e, outputs, blocks, y, y_stride, rows, scratch)
@@ -188,56 +175,60 @@ def _make_product(expand_step: ExpandStep | None) -> Any:
 
 def _emit_sums(
     e: Emitter,
-    expand_step: ExpandStep | None,
+    expand_tile: ExpandTile | None,
     outputs: int,
     blocks: int,
     w: ir.Value,
     w_stride: ir.Value,
     x: ir.Value,
-    x_stride: ir.Value,
+    x_stride: ir.Value | None,
     k: ir.Value,
     scratch: ir.Value,
     fetch: ir.Value,
     fetch_step: ir.Value,
-) -> None:
-    """w @ x.T of `outputs` tiles of weights and `blocks` of x, each tile of sums to its place in scratch."""
-    b, tiles = e.b, _Tiles(e)
+) -> dict[tuple[int, int], int]:
+    """w @ x.T of `outputs` tiles of weights and `blocks` of x. Returns the register of each tile of sums. Without
+    x_stride x is a single row."""
+    b, tiles = e.b, Tiles(e)
     sums = {(n, m): _PAIR * n + m for n in range(outputs) for m in range(blocks)}
-    w_tiles, x_tiles = [4 + n for n in range(outputs)], [6 + m for m in range(blocks)]
+    w_tiles, x_tiles = W_TILES[:outputs], X_TILES[:blocks]
+    columns = 1 if x_stride is None else ROWS
     w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
     buffers = e.at(scratch, _PAIR * _PAIR * _TILE_BYTES)
+    space = e.at(buffers, 2 * _BUFFER_BYTES)
 
-    def expand(i: ir.Value, count: ir.Value) -> None:
-        """The weights of one step, into one of two buffers in turn: what was just written cannot be loaded at once."""
-        buffer = b.add(buffers, b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES)))
-        with emit_loop(e, 0, ROWS * outputs, 1) as (row, _):
-            expand_step(e, b.add(w, b.mul(row, w_stride)), i, k, b.add(buffer, b.mul(row, e.const(_LINE))))
+    def buffer_of(count: ir.Value, n: int) -> ir.Value:
+        """Where tile n of a step is expanded: two places in turn; what was just written cannot be loaded at once."""
+        place = b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES))
+        return e.at(b.add(buffers, place), n * _TILE_BYTES)
 
-    if expand_step is not None:
-        expand(e.const(0), e.const(0))
-    x_starts = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
+    def expand(i: ir.Value, count: ir.Value, n: int) -> None:
+        expand_tile(e, w_starts[n], w_stride, i, k, buffer_of(count, n), e.const(LINE), space)
+
+    if expand_tile is not None:
+        for n in range(outputs):
+            expand(e.const(0), e.const(0), n)
+    x_starts = [x] if x_stride is None else [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
     for tile in sums.values():
         tiles.zero(tile)
     with emit_loop(e, 0, k, STEP) as (i, count):
-        w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(_TILE_BYTES // STEP))
+        w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * columns))
         for tile, start in zip(x_tiles, x_starts):
-            tiles.load(tile, b.add(start, x_offset), e.const(_LINE))
-        with emit_loop(e, 0, fetch_step, _LINE) as (line, _):
+            tiles.load(tile, b.add(start, x_offset), e.const(4 * columns))
+        with emit_loop(e, 0, fetch_step, LINE) as (line, _):
             e.prefetch(b.add(b.add(fetch, b.mul(count, fetch_step)), line))
-        if expand_step is not None:
-            following = b.add(i, e.const(STEP))
-            with b.if_then(b.icmp_signed("<", following, k)):
-                expand(following, b.add(count, e.const(1)))
-            buffer = b.add(buffers, b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES)))
+        following = b.add(i, e.const(STEP))
+        is_more = b.icmp_signed("<", following, k)
         for n, start in enumerate(w_starts):
-            if expand_step is None:
+            if expand_tile is None:
                 tiles.load(w_tiles[n], b.add(start, w_offset), w_stride)
             else:
-                tiles.load(w_tiles[n], e.at(buffer, n * _TILE_BYTES), e.const(_LINE))
+                with b.if_then(is_more):
+                    expand(following, b.add(count, e.const(1)), n)
+                tiles.load(w_tiles[n], buffer_of(count, n), e.const(LINE))
             for m in range(blocks):
                 tiles.multiply_add(sums[n, m], w_tiles[n], x_tiles[m])
-    for (n, m), tile in sums.items():
-        tiles.store(tile, e.at(scratch, (_PAIR * n + m) * _TILE_BYTES))
+    return sums
 
 
 def _emit_transposed(
@@ -253,8 +244,8 @@ def _emit_transposed(
     b = e.b
     with emit_loop(e, 0, outputs, 1) as (n, _), emit_loop(e, 0, blocks, 1) as (m, _):
         tile = b.add(scratch, b.mul(b.add(b.mul(n, e.const(_PAIR)), m), e.const(_TILE_BYTES)))
-        columns = e.transpose([e.load(e.at(tile, _LINE * row), VECTOR, _LINE) for row in range(ROWS)])
-        out = b.add(b.add(y, b.mul(y_stride, b.mul(m, e.const(ROWS)))), b.mul(n, e.const(_LINE)))
+        columns = e.transpose([e.load(e.at(tile, LINE * row), VECTOR, LINE) for row in range(ROWS)])
+        out = b.add(b.add(y, b.mul(y_stride, b.mul(m, e.const(ROWS)))), b.mul(n, e.const(LINE)))
         is_last = b.icmp_signed("==", b.add(m, e.const(1)), blocks)
         count = b.select(is_last, rows, e.const(ROWS))
         for row, column in enumerate(columns):
@@ -262,11 +253,26 @@ def _emit_transposed(
                 e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
 
 
+def _make_expand(kind: str) -> Any:
+    """expand(outputs, w, w_stride, k, target, space): one or more tiles of outputs, all k, to rows of bfloat16; space
+    has SCALE_BYTES."""
+    expand_tile = make_expand_tile(kind)
+
+    def emit(e: Emitter, outputs, w, w_stride, k, target, space) -> None:
+        b = e.b
+        stride = b.mul(k, e.const(2))
+        with emit_loop(e, 0, b.mul(outputs, e.const(ROWS)), ROWS) as (n, _), emit_loop(e, 0, k, STEP) as (i, _):
+            start = b.add(b.add(target, b.mul(n, stride)), b.mul(i, e.const(2)))
+            expand_tile(e, b.add(w, b.mul(n, w_stride)), w_stride, i, k, start, stride, space)
+
+    return void_intrinsic((types.intp,) * 6, emit)
+
+
 def _make_fetch() -> Any:
     """fetch(address, num_bytes): into the cache, without waiting."""
 
     def emit(e: Emitter, address, num_bytes) -> None:
-        with emit_loop(e, 0, num_bytes, _LINE) as (offset, _):
+        with emit_loop(e, 0, num_bytes, LINE) as (offset, _):
             e.prefetch(e.b.add(address, offset))
 
     return void_intrinsic((types.intp,) * 2, emit)
@@ -278,22 +284,24 @@ def _packed_bytes(k):
 
 
 def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
-    pack, product, fetch = _make_pack(), _make_product(None), _make_fetch()
-    configure = void_intrinsic((), lambda e: _Tiles(e).configure())
-    release = void_intrinsic((), lambda e: _Tiles(e).release())
+    pack, round_one, product, fetch = _make_pack(), _make_round(), _make_product(None), _make_fetch()
+    configure, configure_one = (
+        void_intrinsic((), lambda e, columns=columns: Tiles(e).configure(columns)) for columns in (ROWS, 1)
+    )
+    release = void_intrinsic((), lambda e: Tiles(e).release())
     is_dense = kind == "bfloat16"
     w_type, slab = BF16 if is_dense else U8, _PAIR * ROWS  # outputs computed together
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
     if is_dense:
 
         @named(name)
-        def expand(row, target, k):
+        def expand(outputs, w, w_stride, k, target, space):
             pass
 
-        product_of_stored = product
+        product_of_stored, product_of_one = product, _make_product_of_one(None)
     else:
-        expand = make_expand(kind, "bfloat16", by_instruction=True)
-        product_of_stored = _make_product(make_expand_step(kind, "bfloat16", by_instruction=True))
+        expand, expand_tile = _make_expand(kind), make_expand_tile(kind)
+        product_of_stored, product_of_one = _make_product(expand_tile), _make_product_of_one(expand_tile)
 
     @named(name)
     def stored_bytes(frame):
@@ -331,20 +339,32 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         blocks, packed = load_i64(plan, _BLOCKS), plan + _SPACE
         if i < blocks:
             source = frames.x_data(frame) + i * ROWS * k * 4
-            pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * _packed_bytes(k))
+            if rows == 1:
+                round_one(source, k, packed)
+            else:
+                pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * _packed_bytes(k))
             atomic_add(plan + _PACKED, 1)
             return
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
         turns = (blocks + _PAIR - 1) // _PAIR
-        fetch_step = (slab * block_size // turns + _LINE - 1) // _LINE * _LINE
+        fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE
         stored, scratch, w = stored_bytes(frame), stack(_SCRATCH_BYTES), frames.w_data(frame)
         expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
         fetch(w + first * stored, slab * stored)  # what comes after it is fetched on the way
         wait_for(plan + _PACKED, blocks)
-        configure()
+        if rows == 1:
+            configure_one()
+        else:
+            configure()
         for n in range(first, last, slab):
             weights = w + n * stored
+            if rows == 1:
+                product_of_one(
+                    min(_PAIR, (last - n) // ROWS), weights, stored, packed, k, frames.y_data(frame) + n * 4, scratch,
+                    weights + slab * stored, fetch_step,
+                )  # fmt: skip
+                continue
             if not is_dense and turns == 1:
                 product_of_stored(
                     min(_PAIR, (last - n) // ROWS), blocks, weights, stored, packed, _packed_bytes(k), k,
@@ -353,8 +373,7 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
                 )  # fmt: skip
                 continue
             if not is_dense:
-                for j in range(min(slab, last - n)):
-                    expand(weights + j * stored, expanded + j * 2 * k, k)
+                expand(min(_PAIR, (last - n) // ROWS), weights, stored, k, expanded, scratch)
                 weights = expanded
             for m in range(0, blocks, _PAIR):
                 count = min(_PAIR, blocks - m)
