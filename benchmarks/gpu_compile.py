@@ -144,11 +144,11 @@ def kernels(dump: Path) -> list[dict[str, Any]]:
 
 
 def register_budget(ptx: str, registers: int, warps: int) -> int:
-    """Registers of a block, less those that its warpgroups ask for: negative where one would wait for ever. One
-    warpgroup gives some away, the others take them."""
+    """Registers of a block, less those that its warpgroups ask for: negative where one would wait for ever. Every place
+    that gives some away is one warpgroup; the others take them."""
     given = [int(count) for count in re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx)]
     taken = [int(count) for count in re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx)]
-    wanted = max(given, default=registers) + max(taken, default=registers) * (warps // 4 - 1)
+    wanted = sum(given) + max(taken, default=registers) * (warps // 4 - len(given))
     return (-(-registers // 8) * 8 * (warps // 4) - wanted) * 128 if taken else 0
 
 
@@ -267,7 +267,8 @@ def table_rows(report: dict[str, Any], cases: Sequence[Any]) -> list[str]:
     rows = []
     for case in cases:
         times = case.bytes / bandwidth * 1e6, case.flops / FLOPS * 1e6
-        bound = f"{max(times):.0f} µs, {'memory' if times[0] > times[1] else 'products'}"
+        digits = 0 if max(times) >= 10 else 1
+        bound = f"{max(times):.{digits}f} µs, {'memory' if times[0] > times[1] else 'products'}"
         rows += [
             f"| {case.name} | {k['name']} | {k['registers']} | {k['shared_memory']:,} | {k['blocks_per_sm']} | "
             f"{k['instructions'].get('HGMMA', 0)} | {k['instructions'].get('UTMALDG', 0)} | {bound} |"

@@ -47,8 +47,8 @@ class Product:
         return jax.tree.map(draw, self.arguments)
 
 
-# kind -> (form, bytes of a row in groups of that many inputs, type of scales, whether there are offsets)
-_KINDS = {
+# kind -> (form, inputs that share a scale or 0, type of scales, whether there are offsets)
+KINDS = {
     "int8, a scale per output": ("int8", 0, jnp.float32, False),
     "fp8, a scale per output": ("fp8", 0, jnp.float32, False),
     "fp8, a scale per 32": ("fp8", 32, jnp.float32, False),
@@ -59,7 +59,7 @@ _KINDS = {
 
 def planar_struct(kind: str, shape: tuple[int, int]) -> PlanarWeight:
     """An abstract weight [out, in], both multiples of 128."""
-    form, group, scale_dtype, has_offsets = _KINDS[kind]
+    form, group, scale_dtype, has_offsets = KINDS[kind]
     num_outputs, num_inputs = shape
     codes = jax.ShapeDtypeStruct((num_outputs, num_inputs // CODES_PER_WORD[form]), jnp.uint16)
     scales = jax.ShapeDtypeStruct((num_inputs // group if group else 1, num_outputs), scale_dtype)
@@ -71,7 +71,7 @@ def expanded_product(x: jax.Array, w: PlanarWeight) -> jax.Array:
     return linear_xla(x, expand(w).astype(jnp.bfloat16))
 
 
-def _quantized(label: str, kind: str, rows: int, shape: tuple[int, int]) -> Product:
+def quantized(label: str, kind: str, rows: int, shape: tuple[int, int]) -> Product:
     weight = planar_struct(kind, shape)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
     num_outputs, num_inputs = shape
@@ -82,7 +82,7 @@ def _quantized(label: str, kind: str, rows: int, shape: tuple[int, int]) -> Prod
     )  # fmt: skip
 
 
-def _experts(label: str, rows: int, experts: int, shape: tuple[int, int]) -> Product:
+def experts_product(label: str, rows: int, experts: int, shape: tuple[int, int]) -> Product:
     num_outputs, num_inputs = shape
     arguments = (
         jax.ShapeDtypeStruct((rows, num_inputs), jnp.float32),
@@ -99,18 +99,18 @@ def _experts(label: str, rows: int, experts: int, shape: tuple[int, int]) -> Pro
 def all_products() -> list[Product]:
     """Steps of 1, 64 and 256 rows for matrices of the models in the table of docs/kernels.md."""
     return [
-        *(_quantized("Llama-3-8B down", kind, rows, (4096, 14336)) for kind in _KINDS for rows in (1, 64)),
+        *(quantized("Llama-3-8B down", kind, rows, (4096, 14336)) for kind in KINDS for rows in (1, 64)),
         *(
-            _quantized("Qwen3-32B gate and up", kind, rows, (51200, 5120))
-            for kind in ("int8, a scale per output", "int4, scale and offset per 32")
+            quantized("Qwen3-32B gate and up", kind, rows, (51200, 5120))
+            for kind in ("int8, a scale per output", "int4, scale and offset per 32", "Q6_K")
             for rows in (16, 256)
         ),
-        _quantized("Gemma-3 down", "int4, scale and offset per 32", 16, (3840, 15360)),
-        _quantized("SmolLM2-135M down", "int4, scale and offset per 32", 16, (640, 1536)),
-        _quantized("DeepSeek-V3 output", "fp8, a scale per 32", 64, (7168, 16384)),
-        _quantized("gpt-oss-20b output", "int8, a scale per output", 64, (2944, 4096)),
-        _experts("Qwen3-30B-A3B gate and up", 64 * 8, 128, (1536, 2048)),
-        _experts("Qwen3-30B-A3B down", 64 * 8, 128, (2048, 768)),
-        _experts("gpt-oss-20b gate and up", 64 * 4, 32, (5760, 2880)),
-        _experts("DeepSeek-V3 gate and up, 32 experts of one device", 256, 32, (4096, 7168)),
+        quantized("Gemma-3 down", "int4, scale and offset per 32", 16, (3840, 15360)),
+        quantized("SmolLM2-135M down", "int4, scale and offset per 32", 16, (640, 1536)),
+        quantized("DeepSeek-V3 output", "fp8, a scale per 32", 64, (7168, 16384)),
+        quantized("gpt-oss-20b output", "int8, a scale per output", 64, (2944, 4096)),
+        experts_product("Qwen3-30B-A3B gate and up", 64 * 8, 128, (1536, 2048)),
+        experts_product("Qwen3-30B-A3B down", 64 * 8, 128, (2048, 768)),
+        experts_product("gpt-oss-20b gate and up", 64 * 4, 32, (5760, 2880)),
+        experts_product("DeepSeek-V3 gate and up, 32 experts of one device", 256, 32, (4096, 7168)),
     ]

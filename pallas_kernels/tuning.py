@@ -7,14 +7,13 @@ one's own goes to $JAXSERVE_TUNED (a folder) and takes precedence over the one t
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
 import json
 import os
 import re
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,23 @@ from typing import Any
 SHIPPED = Path(__file__).parent / "tuned"
 FALLBACK = "h200"
 HEAD_DIMS = (64, 128, 192, 256)
-_DECODE = {"stages": (2, 3, 4), "min_blocks": (4, 8, 16), "waves": (1, 2, 4)}
-_PREFILL = {"keys": (64, 128), "stages": (2, 3, 4)}
+# operation -> shape classes -> kinds of block sizes. Classes are head sizes (padded), what the outputs are a multiple
+# of, and whether rows are few or many.
+OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "paged_attention": {str(head_dim): ("decode", "prefill") for head_dim in HEAD_DIMS},
+    "mla_attention": {"any": ("blocks",)},
+    "grouped_matmul": {"256": ("blocks",), "128": ("blocks",)},
+    "quant_matmul": {"few": ("blocks",), "many": ("blocks",)},
+}
+_GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
+    "decode": {"stages": (2, 3, 4), "min_blocks": (4, 8, 16), "waves": (1, 2, 4)},
+    "prefill": {"keys": (64, 128), "stages": (2, 3, 4)},
+    "mla_attention": {"stages": (2,), "min_blocks": (4, 8, 16), "waves": (1, 2, 4)},
+    "grouped_matmul": {"outputs": (64, 128), "inputs": (64,), "stages": (2, 3, 4, 6)},
+    "quant_matmul": {"outputs": (64, 128), "stages": (2, 3, 4, 6)},
+}
+_SMEM = 232448 - 4096  # of one block of attention, barriers and scratch left out
+_PRODUCT_SMEM = 232448 - 1024  # and of a product, which has no scratch
 
 
 def card_name(device_kind: str) -> str:
@@ -33,15 +47,26 @@ def card_name(device_kind: str) -> str:
 
 
 @functools.cache
-def block_sizes(card: str, operation: str, head_dim: int) -> dict[str, Any]:
-    """{"decode": {...}, "prefill": {...}} of `operation` for a card, head_dim a multiple of 64. A card without a file
-    gets the values of FALLBACK."""
+def block_sizes(card: str, operation: str, shape_class: int | str) -> dict[str, Any]:
+    """{kind: {...}} of `operation` for a card; see OPERATIONS. A card without a file gets the values of FALLBACK, as
+    does an operation that a file knows nothing of."""
     for folder in filter(None, (os.environ.get("JAXSERVE_TUNED"), SHIPPED)):
         for name in (card, FALLBACK):
             path = Path(folder) / f"{name}.json"
             if path.is_file():
-                return _checked(json.loads(path.read_text()), path)["operations"][operation][str(head_dim)]
-    raise FileNotFoundError(f"no block sizes for {card} or {FALLBACK} in {SHIPPED}")
+                operations = _checked(json.loads(path.read_text()), path)["operations"]
+                if operation in operations:
+                    return operations[operation][str(shape_class)]
+    raise FileNotFoundError(f"no block sizes of {operation} for {card} or {FALLBACK} in {SHIPPED}")
+
+
+def default_blocks(cls: Any, operation: str, shape_class: str) -> Any:
+    """An instance of `cls`, the block sizes of an operation with one kind of them, for the device at hand."""
+    import jax
+
+    sizes = block_sizes(card_name(jax.devices()[0].device_kind), operation, shape_class)["blocks"]
+    # What else stands there (times) is left out.
+    return cls(**{field.name: sizes[field.name] for field in dataclasses.fields(cls) if field.name in sizes})
 
 
 def _checked(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -60,24 +85,43 @@ def prefill_smem(head_dim: int, keys: int, stages: int) -> int:
     return max(2 * 2 * 64 * head_dim, 4 * 2 * 64 * min(head_dim, 128)) + 2 * 2 * stages * keys * head_dim + 1024
 
 
-def candidates(head_dim: int, kind: str, smem_limit: int = 232448 - 4096) -> Iterator[dict[str, int]]:
+def grouped_smem(outputs: int, inputs: int, stages: int) -> int:
+    """The same of the products with experts: rings of rows and weights, results."""
+    return stages * 2 * inputs * (64 + 2 * outputs) + 2 * 64 * outputs * 4
+
+
+def quant_smem(tile: int, outputs: int, stages: int) -> int:
+    """The same of the products with quantised weights of 8 bits and a scale for 16 inputs: rings of rows, codes and
+    scales."""
+    return stages * (2 * 128 * tile + 2 * outputs * 128 + 2 * outputs * 8 * 4)
+
+
+def candidates(operation: str, shape_class: str, kind: str) -> Iterator[dict[str, int]]:
     """Block sizes worth timing: those that fit one block's shared memory and, with wide heads, the registers."""
-    grid = _DECODE if kind == "decode" else _PREFILL
+    grid = _GRIDS.get(kind) or _GRIDS[operation]
     for values in itertools.product(*grid.values()):
         sizes = dict(zip(grid, values))
         if kind == "decode":
-            sizes["blocks_per_sm"] = max(1, min(4, smem_limit // decode_smem(head_dim, sizes["stages"])))
-            fits = decode_smem(head_dim, sizes["stages"]) <= smem_limit
+            used = decode_smem(int(shape_class), sizes["stages"])
+            sizes["blocks_per_sm"] = max(1, min(4, _SMEM // used))
+            fits = used <= _SMEM
+        elif kind == "prefill":
+            fits = prefill_smem(int(shape_class), **sizes) <= _SMEM and (int(shape_class) <= 128 or sizes["keys"] == 64)
+        elif operation == "grouped_matmul":
+            fits = grouped_smem(**sizes) <= _PRODUCT_SMEM and int(shape_class) % (2 * sizes["outputs"]) == 0
+        elif operation == "quant_matmul":
+            # Few rows, or outputs that two warpgroups can share in parts of 64 only.
+            fits = quant_smem(128, **sizes) <= _PRODUCT_SMEM and (shape_class == "many" or sizes["outputs"] == 64)
         else:
-            fits = prefill_smem(head_dim, **sizes) <= smem_limit and (head_dim <= 128 or sizes["keys"] == 64)
+            fits = True
         if fits:
             yield sizes
 
 
-def tune(folder: Path, *, timer: Callable[[int, str, dict[str, int]], float] | None = None) -> Path:
+def tune(folder: Path, *, timer: Callable[[str, str, str, dict[str, int]], float] | None = None) -> Path:
     """Time every candidate on the GPU at hand and write `folder`/<card>.json. Returns the path.
 
-    timer: (head_dim, "decode" or "prefill", sizes) -> seconds; the default runs the kernel on random data.
+    timer: (operation, shape class, kind, sizes) -> seconds; the default runs the kernels on random data.
     Raises ValueError where there is no Hopper GPU.
     """
     import jax
@@ -87,59 +131,25 @@ def tune(folder: Path, *, timer: Callable[[int, str, dict[str, int]], float] | N
         is_available, reason = mosaic_available()
         if not is_available:
             raise ValueError(f"tune: the GPU kernels do not run here: {reason}")
-        timer = _time_on_device
+        from jaxserve.pallas_kernels.tuning_cases import seconds
+
+        timer = seconds
     found: dict[str, Any] = {}
-    for head_dim in HEAD_DIMS:
-        best = {}
-        for kind in ("decode", "prefill"):
-            times = [
-                (timer(head_dim, kind, sizes), index, sizes) for index, sizes in enumerate(candidates(head_dim, kind))
-            ]
-            seconds, _, sizes = min(times)
-            best[kind] = sizes | {"microseconds": round(seconds * 1e6, 1)}
-        found[str(head_dim)] = best
-    kind = jax.devices()[0].device_kind
+    for operation, classes in OPERATIONS.items():
+        found[operation] = {}
+        for shape_class, kinds in classes.items():
+            best = {}
+            for kind in kinds:
+                tried = enumerate(candidates(operation, shape_class, kind))
+                used, _, sizes = min((timer(operation, shape_class, kind, sizes), i, sizes) for i, sizes in tried)
+                best[kind] = sizes | {"microseconds": round(used * 1e6, 1)}
+            found[operation][shape_class] = best
+    card = jax.devices()[0].device_kind
     content = {
-        "card": kind, "source": "measured", "date": str(datetime.date.today()), "jax": jax.__version__,
-        "operations": {"paged_attention": found},
+        "card": card, "source": "measured", "date": str(datetime.date.today()), "jax": jax.__version__,
+        "operations": found,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{card_name(kind)}.json"
+    path = folder / f"{card_name(card)}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
-
-
-def _time_on_device(head_dim: int, kind: str, sizes: dict[str, int]) -> float:
-    """64 rows that decode at 4096 tokens, or 4 chunks of 512 behind 8192, with 32 query and 8 kv heads."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jaxserve.pallas_kernels.paged_attention.mosaic import options_from, paged_attention_mosaic
-    from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
-    from jaxserve.pallas_kernels.ragged import RaggedBatch
-
-    spec = AttentionSpec(32, 8, head_dim, head_dim**-0.5)
-    rows, cached, new = (64, 4096, 1) if kind == "decode" else (4, 8192, 512)
-    tokens, width = rows * new, -(-(cached + new) // 64)
-    row = np.repeat(np.arange(rows), new)
-    positions = cached + np.tile(np.arange(new), rows)
-    table = np.random.default_rng(0).permutation(rows * width).reshape(rows, width) + 1
-    slots = table[row, positions // 64] * 64 + positions % 64
-    start, lengths = np.arange(rows + 1) * new, np.full(rows, cached + new)
-    fields = (positions, row, slots, start, lengths, table, np.array([rows]))
-    batch = RaggedBatch(*(jnp.asarray(field, jnp.int32) for field in fields))
-    options = options_from(block_sizes(FALLBACK, "paged_attention", head_dim) | {kind: sizes})
-    pages = jnp.zeros((rows * width + 1, 8, 2, 64, head_dim), jnp.bfloat16)
-    q = jnp.ones((tokens, 32, head_dim))
-    kv = jnp.ones((tokens, 8, head_dim))
-    step = jax.jit(
-        lambda pages: paged_attention_mosaic(q, kv, kv, pages, batch, spec, options=options), donate_argnums=0
-    )
-    samples = []
-    for _ in range(6):
-        start_time = time.perf_counter()
-        for _ in range(5):
-            out, pages = step(pages)
-        jax.block_until_ready(out)
-        samples.append((time.perf_counter() - start_time) / 5)
-    return statistics.median(samples[1:])

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.mosaic.hopper import ALIGN, MMA_M, add_product, launch, swizzled
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import LOAD_ALIGN, cut_tiles
+from jaxserve.pallas_kernels.tuning import default_blocks
 
 COMPUTING = 2
 ROWS = MMA_M  # of one tile
@@ -44,11 +45,6 @@ def fits(x_shape: tuple[int, ...], w: jax.Array) -> bool:
     return x_shape[0] > 0 and w.dtype == jnp.bfloat16 and num_outputs % 128 == 0 and num_inputs % 64 == 0
 
 
-def default_blocks(num_outputs: int) -> GroupedBlocks:
-    """The widest block that divides the outputs."""
-    return GroupedBlocks() if num_outputs % (COMPUTING * 128) == 0 else GroupedBlocks(outputs=64, stages=6)
-
-
 # A program of its own inside the step: layers that are alike are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("blocks", "interpret"))
 def grouped_matmul_mosaic(
@@ -61,7 +57,8 @@ def grouped_matmul_mosaic(
 ) -> jax.Array:
     """[M, N] float32; rows behind the last group are zero."""
     num_rows, (num_groups, num_outputs, _) = x.shape[0], w.shape
-    blocks = blocks or default_blocks(num_outputs)
+    widest = "256" if num_outputs % 256 == 0 else "128"
+    blocks = blocks or default_blocks(GroupedBlocks, "grouped_matmul", widest)
     end = jnp.cumsum(group_sizes)
     max_tiles = (num_rows + (LOAD_ALIGN - 1 + ROWS - 1) * min(num_groups, num_rows)) // ROWS
     group, begin, first, count = cut_tiles(

@@ -28,10 +28,12 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
     shift_words,
     swizzled,
 )
+from jaxserve.pallas_kernels.tuning import default_blocks
 
 COMPUTING = 2
 STEP = PAD  # inputs of one step
 HALF = STEP // 2  # and of one product
+FEW_ROWS = 32
 MAX_TILE = 128  # rows of x that one block multiplies at most
 # Rows from which on XLA's product of the expanded weight pays for writing and reading it. Modelled, not measured: two
 # times 2 bytes a weight at 4.8 TB/s take as long as the products of about 400 rows at 989 Tflop/s.
@@ -52,12 +54,6 @@ class QuantBlocks:
     stages: int = 4
     blocks: int = 264
     min_steps: int = 8
-
-
-def default_blocks(num_rows: int, num_outputs: int) -> QuantBlocks:
-    """Rows are copied for every block: with many of them a block has more outputs."""
-    is_wide = num_rows > 32 and num_outputs % (COMPUTING * 128) == 0
-    return QuantBlocks(outputs=128, stages=3) if is_wide else QuantBlocks()
 
 
 def cut_inputs(padded: tuple[int, int], blocks: QuantBlocks) -> tuple[int, int]:
@@ -82,7 +78,11 @@ def quant_matmul_mosaic(
     num_rows, num_inputs = x.shape
     num_outputs = w.scales.shape[-1]
     tile = min(MAX_TILE, -(-num_rows // MMA_N) * MMA_N)
-    blocks = blocks or default_blocks(num_rows, num_outputs)
+    # Rows are copied for every block: with many of them a block has more outputs.
+    is_many = num_rows > FEW_ROWS and num_outputs % (2 * PAD) == 0
+    blocks = blocks or default_blocks(QuantBlocks, "quant_matmul", "many" if is_many else "few")
+    if num_outputs % (COMPUTING * blocks.outputs):
+        raise ValueError(f"blocks.outputs: got {blocks.outputs}; allowed for {num_outputs} outputs: 64")
     padded = jnp.pad(x, ((0, -num_rows % tile), (0, -num_inputs % PAD))).astype(jnp.bfloat16)
     out = _products(padded, w, tile, blocks, interpret)
     return out.sum(axis=0).T[:num_rows, : w.shape[0]]

@@ -43,6 +43,7 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
 from jaxserve.pallas_kernels.paged_attention.mosaic_pages import copy_steps, parts_per_step
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import KEYS
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.pallas_kernels.tuning import default_blocks
 
 HALVES = 2  # computing warpgroups, each with its half of the output's columns
 MERGED_COLUMNS = 128  # columns that one block of the merging kernel holds
@@ -77,7 +78,7 @@ def mla_attention_mosaic(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [T, H, R] float32, pages). With `deterministic` no context is split."""
-    blocks = blocks or MLABlocks()
+    blocks = blocks or default_blocks(MLABlocks, "mla_attention", "any")
     num_tokens, num_heads, _ = q.shape
     pages = write_latents(new, pages, batch.write_slot, interpret=interpret)
     q = jnp.pad(q, ((0, 0), (0, -num_heads % MMA_M), (0, 0))).astype(pages.dtype)

@@ -29,6 +29,9 @@ def test_shared_memory_is_that_of_the_compiled_kernels():
         (tuning.prefill_smem(128, 128, 2), 199768),
         (tuning.prefill_smem(64, 128, 2), 101464),
         (tuning.prefill_smem(256, 64, 2), 199768),
+        (tuning.grouped_smem(128, 64, 4), 229440),
+        (tuning.grouped_smem(64, 64, 6), 180320),
+        (tuning.quant_smem(64, 128, 3), 173104),
     ):
         assert 0 <= compiled - estimate <= 4096
 
@@ -39,17 +42,36 @@ def test_names_of_cards():
     assert tuning.card_name("cpu") == tuning.FALLBACK
 
 
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_every_operation_has_shipped_values_among_the_candidates(card):
+    for operation, classes in tuning.OPERATIONS.items():
+        for shape_class, kinds in classes.items():
+            sizes = tuning.block_sizes(card, operation, shape_class)
+            assert set(sizes) == set(kinds)
+            if operation != "paged_attention":
+                assert sizes["blocks"] in list(tuning.candidates(operation, shape_class, "blocks"))
+
+
 def test_the_fastest_candidate_is_written_and_used(tmp_path, monkeypatch):
-    def timer(head_dim: int, kind: str, sizes: dict[str, int]) -> float:
+    def timer(operation: str, shape_class: str, kind: str, sizes: dict[str, int]) -> float:
         return abs(sizes["stages"] - 3) + 1.0 + sizes.get("min_blocks", 0) / 100 + sizes.get("keys", 0) / 1000
 
     path = tuning.tune(tmp_path, timer=timer)
     content = json.loads(path.read_text())
     assert content["source"] == "measured"
+    assert {name: set(classes) for name, classes in content["operations"].items()} == {
+        name: set(classes) for name, classes in tuning.OPERATIONS.items()
+    }
     monkeypatch.setenv("JAXSERVE_TUNED", str(tmp_path))
     tuning.block_sizes.cache_clear()
     try:
         sizes = tuning.block_sizes("h200", "paged_attention", 128)
+        assert tuning.block_sizes("h200", "quant_matmul", "many")["blocks"]["stages"] == 3
+        # What a file knows nothing of is taken from the shipped one.
+        del content["operations"]["mla_attention"]
+        path.write_text(json.dumps(content))
+        tuning.block_sizes.cache_clear()
+        assert tuning.block_sizes("h200", "mla_attention", "any")["blocks"]["min_blocks"] == 8
     finally:
         tuning.block_sizes.cache_clear()
     assert (sizes["decode"]["stages"], sizes["decode"]["min_blocks"]) == (3, 4)

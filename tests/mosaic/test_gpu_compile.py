@@ -1,4 +1,5 @@
-"""Machine code of the GPU kernels, compiled for a described H200 without a card. Minutes: `pytest -m slow`."""
+"""Machine code of the GPU kernels, compiled for a described H200 without a card, where the CUDA plugin for JAX is
+installed. All of them take minutes: `pytest -m slow`."""
 
 from __future__ import annotations
 
@@ -16,9 +17,16 @@ import gpu_cases  # noqa: E402
 import gpu_compile  # noqa: E402
 import gpu_products  # noqa: E402
 
-pytestmark = pytest.mark.slow
+# The kernels of attention, of latent attention and of quantised weights.
+QUICK = ("Llama-3-8B mixed", "DeepSeek-V3 decode", "product SmolLM2-135M down, int4, scale and offset per 32, 16 rows")
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_kernel_of_each_kind(name):
+    check(name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [case.name for case in gpu_cases.all_cases()]
@@ -26,6 +34,10 @@ pytestmark = pytest.mark.slow
     + ["step Llama-3-8B", "step Qwen3-30B-A3B"],
 )
 def test_compiles_for_h200_without_spills(name):
+    check(name)
+
+
+def check(name: str) -> None:
     if reason := gpu_compile.missing():
         pytest.skip(f"compiling for a described GPU: {reason}")
     command = [sys.executable, str(BENCHMARKS / "gpu_compile.py"), "--target", "h200", "--case", name]
