@@ -6,7 +6,7 @@
 
 Rates are set against ceilings measured in the same run (a copy, a bfloat16 product). Baselines, where they apply and
 can be loaded: JAX's own paged_attention (Triton; decode), jax.nn.dot_product_attention by cuDNN and torch's
-scaled_dot_product_attention, both over contiguous K/V: they read no page table.
+scaled_dot_product_attention, both over contiguous K/V: they read no page table. Products stand beside XLA's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gpu_cases
+import gpu_products
 import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.mla_attention.spec import MLASpec
@@ -44,15 +45,15 @@ def seconds(call: Callable[[], Any], *, repeats: int = 7, batch: int = 10) -> fl
     return statistics.median(samples)
 
 
-def ceilings() -> tuple[float, float]:
+def ceilings(values: int = 2**30, side: int = 8192) -> tuple[float, float]:
     """(bytes/s of a copy, operations/s of a bfloat16 product), measured."""
-    x = jnp.zeros(2**30, jnp.bfloat16)
+    x = jnp.zeros(values, jnp.bfloat16)
     add = jax.jit(lambda x: x + 1)
     copy = seconds(lambda: add(x), batch=5)
-    a = jnp.ones((8192, 8192), jnp.bfloat16)
+    a = jnp.ones((side, side), jnp.bfloat16)
     multiply = jax.jit(lambda a: a @ a)
     product = seconds(lambda: multiply(a))
-    return 2 * x.nbytes / copy, 2 * 8192**3 / product
+    return 2 * x.nbytes / copy, 2 * side**3 / product
 
 
 def arguments(case: gpu_cases.Case) -> tuple[list[jax.Array], jax.Array, Any]:
@@ -181,6 +182,20 @@ def measure(case: gpu_cases.Case, copy_rate: float, product_rate: float) -> dict
     return result
 
 
+def measure_product(product: gpu_products.Product, copy_rate: float, product_rate: float) -> dict[str, Any]:
+    values = product.random_arguments()
+    call, by_xla = (functools.partial(jax.jit(one), *values) for one in (product.function, product.reference))
+    expected = by_xla()
+    error = float(jnp.linalg.norm(call() - expected) / jnp.linalg.norm(expected))
+    used = seconds(call)
+    return {
+        "case": product.name, "relative_error": error, "right": error <= TOLERANCE, "us": used * 1e6,
+        "bytes_per_s": product.bytes / used, "of_copy": product.bytes / used / copy_rate,
+        "flops_per_s": product.flops / used, "of_product": product.flops / used / product_rate,
+        "baselines": {"XLA": seconds(by_xla) * 1e6},
+    }  # fmt: skip
+
+
 def show(result: dict[str, Any]) -> None:
     print(
         f"{result['case']}: relative error {result['relative_error']:.1e} {'ok' if result['right'] else 'WRONG'}, "
@@ -202,6 +217,25 @@ def dry_run(case: gpu_cases.Case) -> None:
           f"{', '.join(baselines(case)) or 'none'}", flush=True)  # fmt: skip
 
 
+def dry_run_product(product: gpu_products.Product) -> None:
+    out, expected = (jax.eval_shape(one, *product.arguments) for one in (product.function, product.reference))
+    assert out.shape == expected.shape and out.dtype == expected.dtype, (out, expected)
+    print(
+        f"{product.name}: {product.flops / 1e9:.1f} Gflop, {product.bytes / 2**20:.0f} MiB; baselines: XLA", flush=True
+    )
+
+
+def measure_all(
+    cases: Sequence[gpu_cases.Case], products: Sequence[gpu_products.Product], copy_rate: float, product_rate: float
+) -> list[dict[str, Any]]:
+    results = []
+    for measured, works in ((measure, cases), (measure_product, products)):
+        for work in works:
+            results.append(measured(work, copy_rate, product_rate))
+            show(results[-1])
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -209,9 +243,12 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="trace every program and run none")
     options = parser.parse_args()
     cases = [case for case in gpu_cases.all_cases() if options.only.lower() in case.name.lower()]
+    products = [product for product in gpu_products.all_products() if options.only.lower() in product.name.lower()]
     if options.dry_run:
         for case in cases:
             dry_run(case)
+        for product in products:
+            dry_run_product(product)
         return 0
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -220,10 +257,7 @@ def main() -> int:
     copy_rate, product_rate = ceilings()
     print(f"{device.device_kind}, jax {jax.__version__}, {datetime.date.today()}: copy {copy_rate / 1e9:.0f} GB/s, "
           f"bfloat16 product {product_rate / 1e12:.0f} Tflop/s")  # fmt: skip
-    results = []
-    for case in cases:
-        results.append(measure(case, copy_rate, product_rate))
-        show(results[-1])
+    results = measure_all(cases, products, copy_rate, product_rate)
     if options.json:
         head = {"card": device.device_kind, "jax": jax.__version__, "date": str(datetime.date.today())}
         ceiling = {"copy_bytes_per_s": copy_rate, "product_flops_per_s": product_rate}
