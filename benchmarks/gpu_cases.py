@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxserve.pallas_kernels.mla_attention.mosaic import mla_attention_mosaic
 from jaxserve.pallas_kernels.mla_attention.spec import MLASpec
-from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape
+from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, page_bytes
 from jaxserve.pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, page_struct
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
 
@@ -83,7 +84,7 @@ class Case:
     name      "<model> <work>"
     function  (arrays ..., pages, batch) -> (out, pages)
     arrays    shapes of the float32 arguments before the pages
-    pages     shape and dtype of the page array, which is donated
+    pages     shapes and dtypes of the pages, which are donated
     flops, bytes   what the step needs at least
     needs     instructions that the machine code of its kernels must contain
     """
@@ -91,7 +92,7 @@ class Case:
     name: str
     function: Callable[..., Any]
     arrays: tuple[tuple[int, ...], ...]
-    pages: jax.ShapeDtypeStruct
+    pages: Pages  # abstract
     work: Work
     page_size: int
     flops: int
@@ -104,9 +105,9 @@ class Case:
         return (*arrays, self.pages, self.work.abstract_batch(self.page_size))
 
 
-def _attention(name: str, spec: AttentionSpec, work: Work, page_size: int = 64) -> Case:
+def _attention(name: str, spec: AttentionSpec, work: Work, page_size: int = 64, page_dtype: str = "bfloat16") -> Case:
     num_pages = work.rows * work.pages_per_row(page_size) + 1
-    pages = jax.ShapeDtypeStruct(page_array_shape(spec, num_pages, page_size, "mosaic"), jnp.bfloat16)
+    pages = page_struct(page_array_shape(spec, num_pages, page_size, "mosaic"), page_dtype)
     heads, kv = (work.tokens, spec.num_heads, spec.head_dim), (work.tokens, spec.num_kv_heads, spec.head_dim)
     sinks = (spec.num_heads,) if spec.has_sinks else None
 
@@ -115,7 +116,7 @@ def _attention(name: str, spec: AttentionSpec, work: Work, page_size: int = 64) 
         return paged_attention_mosaic(q, k, v, pages, batch, spec, sinks=some[0] if some else None)
 
     pairs, read = work.seen(spec.sliding_window)
-    per_token = 2 * spec.num_kv_heads * pages.shape[-1] * 2
+    per_token = page_bytes(spec, page_size, page_dtype, "mosaic") // page_size
     return Case(
         name, function, (heads, kv, kv, *([sinks] if sinks else [])), pages, work, page_size,
         flops=4 * pairs * spec.num_heads * spec.head_dim,
@@ -161,6 +162,15 @@ def all_cases() -> list[Case]:
         if kind != "cascade" or not spec.sliding_window
     ]
     cases.append(_attention("Llama-3-8B mixed", llama, MIXED))
+    cases += [
+        _attention(f"{model}, {page_dtype} pages, {kind}", spec, work, page_dtype=page_dtype)
+        for model, spec, page_dtype in (
+            ("Llama-3-8B", llama, "int8"),
+            ("Qwen3-32B", qwen, "fp8"),
+            ("gpt-oss-20b global", _spec(64, 8, 64, has_sinks=True), "int8"),
+        )
+        for kind, work in (("decode", DECODE), ("prefill", PREFILL), ("cascade", CASCADE))
+    ]
     for kind, work in (("decode", DECODE), ("prefill", PREFILL)):
         cases.append(
             _attention(f"gpt-oss-20b local {kind}", _spec(64, 8, 64, sliding_window=128, has_sinks=True), work)

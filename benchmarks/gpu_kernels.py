@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.mla_attention.spec import MLASpec
 from jaxserve.pallas_kernels.mla_attention.xla_blocked import mla_attention_xla
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, QuantizedPages, quantize
 from jaxserve.pallas_kernels.paged_attention.xla_blocked import paged_attention_xla
 
 TOLERANCE = 4e-3  # relative error against float32 arithmetic on the same rounded inputs
@@ -56,7 +57,7 @@ def ceilings(values: int = 2**30, side: int = 8192) -> tuple[float, float]:
     return 2 * x.nbytes / copy, 2 * side**3 / product
 
 
-def arguments(case: gpu_cases.Case) -> tuple[list[jax.Array], jax.Array, Any]:
+def arguments(case: gpu_cases.Case) -> tuple[list[jax.Array], Pages, Any]:
     """Random arrays, pages and batch. Queries and new entries hold bfloat16 values."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
@@ -64,7 +65,10 @@ def arguments(case: gpu_cases.Case) -> tuple[list[jax.Array], jax.Array, Any]:
         return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
     arrays = [draw(shape).astype(jnp.float32) for shape in case.arrays]
-    return arrays, draw(case.pages.shape), case.work.batch(case.page_size)
+    pages = draw(case.pages.shape)
+    if isinstance(case.pages, QuantizedPages):
+        pages = QuantizedPages(*quantize(pages.astype(jnp.float32), case.pages.dtype))
+    return arrays, pages, case.work.batch(case.page_size)
 
 
 def reference(case: gpu_cases.Case) -> Callable[..., Any]:
@@ -74,7 +78,11 @@ def reference(case: gpu_cases.Case) -> Callable[..., Any]:
     def attention(*args):
         *arrays, pages, batch = args
         sinks = arrays[3] if len(arrays) > 3 else None
-        tokens = pages.transpose(0, 3, 2, 1, 4)[..., : spec.head_dim]
+        if isinstance(pages, QuantizedPages):
+            codes, scales = pages.codes.transpose(0, 3, 2, 1, 4), pages.scales.transpose(0, 3, 2, 1)
+            tokens = QuantizedPages(codes[..., : spec.head_dim], scales)
+        else:
+            tokens = pages.transpose(0, 3, 2, 1, 4)[..., : spec.head_dim]
         return paged_attention_xla(*arrays[:3], tokens, batch, spec, sinks=sinks)[0]
 
     def latent(q, new, pages, batch):
@@ -90,7 +98,7 @@ def reference(case: gpu_cases.Case) -> Callable[..., Any]:
 def baselines(case: gpu_cases.Case) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """name -> (function, shapes of its arguments), of those that compute the same thing."""
     spec, work = case.spec, case.work
-    if isinstance(spec, MLASpec) or (work.decodes and work.chunks):
+    if isinstance(spec, MLASpec) or (work.decodes and work.chunks) or isinstance(case.pages, QuantizedPages):
         return {}
     found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     bf16 = jnp.bfloat16

@@ -65,8 +65,15 @@ def mosaic_reason(head_dim: int, page_size: int, page_dtype: str = "bfloat16") -
         return f"head_dim {head_dim} is over 256"
     if not 8 <= page_size <= 1024:
         return f"page_size {page_size} is not in 8 to 1024"
-    if page_dtype not in ("bfloat16", "float16"):
-        return f"pages of {page_dtype} are neither bfloat16 nor float16"
+    if page_dtype not in ("bfloat16", "float16", "int8", "fp8"):
+        return f"pages of {page_dtype} are none of bfloat16, float16, int8, fp8"
+    if page_dtype in ("int8", "fp8"):
+        if head_dim > 128:
+            # Beside a warpgroup that converts, the sums of one block do not fit the registers.
+            return f"head_dim {head_dim} is over 128, the most for pages of {page_dtype}"
+        if page_size < 32:
+            # The scales of a page are one copy, and copies begin at multiples of 128 bytes.
+            return f"page_size {page_size} is under 32, the least for pages of {page_dtype}"
     return ""
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.mosaic.hopper import launch
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, QuantizedPages, quantize
 
 MAX_TOKENS = 8  # tokens per block
 BLOCK_BYTES = 32768  # shared memory one block takes at most, where it holds more than one token
@@ -22,14 +23,24 @@ BLOCK_BYTES = 32768  # shared memory one block takes at most, where it holds mor
 def write_kv(
     k: jax.Array,  # [T, KV, D]
     v: jax.Array,  # [T, KV, D]
-    pages: jax.Array,  # [num_pages, KV, 2, page_size, D]
+    pages: Pages,  # [num_pages, KV, 2, page_size, D]
     write_slot: jax.Array,  # [T] int32; past the end: dropped
     *,
     interpret: Any = None,
-) -> jax.Array:
+) -> Pages:
     """Returns the updated pages: the same memory when the caller donates them."""
-    new = jnp.stack([k, v], axis=2)[:, :, :, None]
-    return _write(new, pages, write_slot, 3, lambda page, token: page.at[:, :, token], "write_kv", interpret)
+
+    def write(new: jax.Array, pages: jax.Array) -> jax.Array:
+        new = new[:, :, :, None]
+        return _write(new, pages, write_slot, 3, lambda page, token: page.at[:, :, token], "write_kv", interpret)
+
+    new = jnp.stack([k, v], axis=2)
+    if not isinstance(pages, QuantizedPages):
+        return write(new, pages)
+    codes, scales = quantize(new.astype(jnp.float32), pages.dtype)
+    page, token = jnp.divmod(write_slot, pages.shape[3])
+    # Four bytes are less than a TMA copy can carry: XLA writes them, in place too.
+    return QuantizedPages(write(codes, pages.codes), pages.scales.at[page, :, :, token].set(scales, mode="drop"))
 
 
 def write_latents(

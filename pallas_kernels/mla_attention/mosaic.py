@@ -40,7 +40,7 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
     product,
     swizzled,
 )
-from jaxserve.pallas_kernels.paged_attention.mosaic_pages import copy_steps, parts_per_step
+from jaxserve.pallas_kernels.paged_attention.mosaic_pages import Ring, copy_steps, parts_per_step
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import KEYS
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.pallas_kernels.tuning import default_blocks
@@ -118,7 +118,7 @@ def _attend_kernel(
         plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
         row = row_ref[token]
         copy_steps(
-            [lambda page: pages_ref.at[page]], [(c_smem, c_ready, c_free)], lambda i: table_ref[row, i],
+            [Ring(((lambda page: pages_ref.at[page], c_smem),), c_ready, c_free)], lambda i: table_ref[row, i],
             page_size=page_size, first=first, steps=steps, last_page=lax.div(length - 1, page_size),
         )  # fmt: skip
 

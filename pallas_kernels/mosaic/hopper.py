@@ -106,6 +106,20 @@ def clear_tail(values: Any, first_bad: jax.Array) -> None:
     plgpu.commit_smem()
 
 
+def dequantize(codes: Any, scales: Any, target: Any) -> None:
+    """Codes of 8 bits [64 * n, 64 * m] times a float32 scale per row, into a buffer of 16-bit floats; all in shared
+    memory. The caller commits."""
+    rows, columns = codes.shape
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    for start in range(0, rows, MMA_M):
+        scale = plgpu.load(scales.at[pl.ds(start, MMA_M)], layout=layout.reduce(1))
+        # 64 columns at a time: few registers.
+        for column in range(0, columns, 64):
+            piece = pl.ds(start, MMA_M), pl.ds(column, 64)
+            values = plgpu.load(codes.at[piece], layout=layout).astype(jnp.float32)
+            target.at[piece][...] = (values * lax.broadcast_in_dim(scale, values.shape, [0])).astype(target.dtype)
+
+
 def launch(
     body: Callable[..., None], name: str, *, interpret: Any, scratch_bytes: int = 2048, **arguments: Any
 ) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from jaxserve.pallas_kernels.paged_attention.mosaic_plan import (
     split_runs,
 )
 from jaxserve.pallas_kernels.paged_attention.mosaic_prefill import PrefillBlocks, prefill, tile_tokens
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, QuantizedPages
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.pallas_kernels.tuning import block_sizes, card_name
@@ -69,7 +70,7 @@ def paged_attention_mosaic(
     q: jax.Array,  # [T, H, D]
     k: jax.Array,  # [T, KV, D]
     v: jax.Array,  # [T, KV, D]
-    pages: jax.Array,  # [num_pages, KV, 2, page_size, padded D], bfloat16 or float16
+    pages: Pages,  # [num_pages, KV, 2, page_size, padded D], bfloat16, float16 or codes
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
@@ -78,8 +79,10 @@ def paged_attention_mosaic(
     sinks: jax.Array | None = None,  # [H] float32
     options: MosaicOptions | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Returns (out [T, H, D] float32, pages).
+
+    Codes are multiplied as float16: their values keep 11 bits there, and up to 65504 nothing overflows.
 
     With `cascade` rows that decode and share pages read them together; with a window each row's context begins
     elsewhere, and none do.
@@ -90,7 +93,11 @@ def paged_attention_mosaic(
     num_tokens, head_dim = q.shape[0], pages.shape[4]
     options = options or default_options(head_dim)
     widen = ((0, 0), (0, 0), (0, head_dim - spec.head_dim))
-    q, k, v = (jnp.pad(x, widen).astype(pages.dtype) for x in (q, k, v))
+    q, k, v = (jnp.pad(x, widen) for x in (q, k, v))
+    if isinstance(pages, QuantizedPages):
+        q = q.astype(jnp.float16)
+    else:
+        q, k, v = (x.astype(pages.dtype) for x in (q, k, v))
     pages = write_kv(k, v, pages, batch.write_slot, interpret=interpret)
     if num_tokens > 1 or deterministic:
         out = _prefill(q, pages, batch, spec, sinks, options, 1 if deterministic else 2, interpret)
@@ -107,7 +114,7 @@ def paged_attention_mosaic(
 
 def _decode(
     q: jax.Array,
-    pages: jax.Array,
+    pages: Pages,
     batch: RaggedBatch,
     spec: AttentionSpec,
     sinks: jax.Array | None,
@@ -150,7 +157,7 @@ def _decode(
 
 def _shared_parts(
     q: jax.Array,  # [tiles, KV, queries, D]
-    pages: jax.Array,
+    pages: Pages,
     batch: RaggedBatch,
     spec: AttentionSpec,
     runs: SharedRuns,
@@ -173,7 +180,7 @@ def _shared_parts(
 
 def _prefill(
     q: jax.Array,
-    pages: jax.Array,
+    pages: Pages,
     batch: RaggedBatch,
     spec: AttentionSpec,
     sinks: jax.Array | None,

@@ -7,8 +7,9 @@ has only a few queries per kv head, so the keys take the M side and the queries 
     S^T [64 keys, N]  = K [64, D]    @ Q^T [D, N]
     O^T [D, N]       += V^T [D, 64]  @ P^T [64 keys, N]          N: the group, padded to a multiple of 8
 
-Warpgroup 1 copies pages with TMA into a ring of buffers, warpgroup 0 computes. The partial results of a row are
-merged by a second kernel (split-KV: Dao et al., "Flash-Decoding for long-context inference", 2023).
+Warpgroup 1 copies pages with TMA into a ring of buffers, warpgroup 0 computes; a third one converts pages of codes. The
+partial results of a row are merged by a second kernel (split-KV: Dao et al., "Flash-Decoding for long-context
+inference", 2023).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.mosaic.hopper import (
+    COMPUTING_REGISTERS,
+    COPYING_REGISTERS,
     LOG2E,
     LOWEST,
     MMA_N,
@@ -32,8 +35,16 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
     soft_cap,
     swizzled,
 )
-from jaxserve.pallas_kernels.paged_attention.mosaic_pages import copy_steps, parts_per_step
+from jaxserve.pallas_kernels.paged_attention.mosaic_pages import (
+    code_rings,
+    convert_steps,
+    copy_steps,
+    full_barrier,
+    operand_stages,
+    page_rings,
+)
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import KEYS, DecodePlan
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 
 
@@ -60,29 +71,43 @@ def padded_group(spec: AttentionSpec) -> int:
 
 def _decode_kernel(
     q_ref, pages_ref, table_ref, seq_len_ref, items_ref, out_ref, lse_ref,
-    q_smem, k_smem, v_smem, p_smem, out_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
+    q_smem, k_smem, v_smem, p_smem, out_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, codes,
     *, spec: AttentionSpec, interpret: bool,
 ):  # fmt: skip
     # q_ref [R, KV, N, D]; pages_ref [pages, KV, 2, page_size, D]; out_ref [items, KV, D, N] float32, each item
-    # normalised by itself; lse_ref [items, KV, N] float32, base-2 logarithm of the item's softmax sum.
+    # normalised by itself; lse_ref [items, KV, N] float32, base-2 logarithm of the item's softmax sum;
+    # codes: code_rings.
     num_queries, head_dim = q_smem.shape
     page_size, stages = pages_ref.shape[3], k_smem.shape[0]
     item, kv_head, warpgroup = (lax.axis_index(name) for name in ("item", "kv_head", "warpgroup"))
     row, first, steps = (items_ref[item, column] for column in range(3))
     seq_len = seq_len_ref[row]
+    buffers = (k_smem, k_ready, k_free), (v_smem, v_ready, v_free)
+
+    def share_registers(count: int, action: str) -> None:
+        # A third warpgroup leaves too few for the sums of many queries.
+        if codes and num_queries > 16:
+            plgpu.set_max_registers(count, action=action)
 
     @pl.when(jnp.logical_and(warpgroup == 1, steps > 0))
     def _copy_pages():
+        share_registers(COPYING_REGISTERS, "decrease")
         last_page = lax.div(seq_len + (page_size - 1), page_size) - 1
-        rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
-        sources = [lambda page, which=which: pages_ref.at[page, kv_head, which] for which in range(2)]
         copy_steps(
-            sources, rings, lambda i: table_ref[row, i],
+            page_rings(pages_ref, kv_head, buffers, codes), lambda i: table_ref[row, i],
             page_size=page_size, first=first, steps=steps, last_page=last_page,
         )  # fmt: skip
 
+    if codes:
+
+        @pl.when(jnp.logical_and(warpgroup == 2, steps > 0))
+        def _convert():
+            share_registers(88, "decrease")
+            convert_steps(codes, buffers, steps)
+
     @pl.when(jnp.logical_and(warpgroup == 0, steps > 0))
     def _compute():
+        share_registers(COMPUTING_REGISTERS, "increase")
         layout = plgpu.Layout.WGMMA
         plgpu.copy_gmem_to_smem(q_ref.at[row, kv_head], q_smem, q_ready)
         plgpu.barrier_wait(q_ready)
@@ -145,8 +170,8 @@ def _decode_kernel(
 
 
 def decode_parts(
-    q: jax.Array,  # [R, KV, N, D] page dtype
-    pages: jax.Array,  # [num_pages, KV, 2, page_size, D] bfloat16 or float16
+    q: jax.Array,  # [R, KV, N, D] page dtype; float16 over codes
+    pages: Pages,  # [num_pages, KV, 2, page_size, D] bfloat16, float16 or codes
     page_table: jax.Array,  # [R, P] int32
     seq_len: jax.Array,  # [R] int32
     plan: DecodePlan,
@@ -158,14 +183,15 @@ def decode_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial results of every item: (out [items, KV, D, N] float32, lse [items, KV, N] float32, base 2)."""
     num_items, (_, kv_heads, num_queries, head_dim) = plan.items.shape[0], q.shape
-    page_size, dtype = pages.shape[3], pages.dtype
+    dtype, codes = q.dtype, code_rings(pages, KEYS)
+    stages = operand_stages(pages, blocks.stages)
 
     def kernel(*refs):
         _decode_kernel(*refs, spec=spec, interpret=interpret is not None)
 
-    ring = swizzled(blocks.stages, KEYS, head_dim, dtype=dtype)
-    ready = plgpu.Barrier(num_arrivals=parts_per_step(page_size, KEYS), num_barriers=blocks.stages)
-    free = plgpu.Barrier(num_barriers=blocks.stages)
+    ring = swizzled(stages, KEYS, head_dim, dtype=dtype)
+    ready = full_barrier(pages, KEYS, stages)
+    free = plgpu.Barrier(num_barriers=stages)
     return launch(
         kernel,
         name,
@@ -176,7 +202,7 @@ def decode_parts(
         ),
         grid=(num_items, kv_heads),
         grid_names=("item", "kv_head"),
-        num_threads=2,
+        num_threads=3 if codes else 2,
         scratch_types=[
             swizzled(num_queries, head_dim, dtype=dtype),
             ring,
@@ -189,6 +215,7 @@ def decode_parts(
             ready,
             free,
             free,
+            codes,
         ],
     )(q, pages, page_table, seq_len, plan.items)
 

@@ -31,7 +31,15 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
     soft_cap,
     swizzled,
 )
-from jaxserve.pallas_kernels.paged_attention.mosaic_pages import copy_steps, parts_per_step
+from jaxserve.pallas_kernels.paged_attention.mosaic_pages import (
+    code_rings,
+    convert_steps,
+    copy_steps,
+    full_barrier,
+    operand_stages,
+    page_rings,
+)
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, QuantizedPages
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 
 TILE = 64  # query tokens of one computing warpgroup
@@ -64,9 +72,11 @@ def tile_tokens(spec: AttentionSpec) -> int:
 def _prefill_kernel(
     q_ref, pages_ref, table_ref, seq_len_ref, tiles_ref, sinks_ref, out_ref,
     q_out_smem, k_smem, v_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, tail_ready, queries_read,
+    codes,
     *, spec: AttentionSpec, num_heads: int, interpret: bool,
 ):  # fmt: skip
-    # q_ref [T, H, D]; out_ref the same in float32; pages_ref [pages, KV, 2, page_size, D]; sinks_ref [H], base 2.
+    # q_ref [T, H, D]; out_ref the same in float32; pages_ref [pages, KV, 2, page_size, D]; sinks_ref [H], base 2;
+    # codes: code_rings.
     q_smem, out_smem = q_out_smem
     stages, keys, head_dim = k_smem.shape
     page_size = pages_ref.shape[3]
@@ -76,22 +86,28 @@ def _prefill_kernel(
     kv_len = position + count  # keys that the last query of the tile sees
     begin = lax.div(jnp.maximum(position - (spec.sliding_window - 1), 0), keys) if spec.sliding_window else 0
     steps = lax.div(kv_len + (keys - 1), keys) - begin
+    buffers = (k_smem, k_ready, k_free), (v_smem, v_ready, v_free)
 
     @pl.when(jnp.logical_and(warpgroup == COMPUTING, count > 0))
     def _copy_pages():
-        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(24 if codes else COPYING_REGISTERS, action="decrease")
         kv_head = lax.div(head_block * num_heads, spec.group_size)
-        rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
         last_page = lax.div(kv_len - 1, page_size)
-        sources = [lambda page, which=which: pages_ref.at[page, kv_head, which] for which in range(2)]
         copy_steps(
-            sources, rings, lambda i: table_ref[row, i],
+            page_rings(pages_ref, kv_head, buffers, codes), lambda i: table_ref[row, i],
             page_size=page_size, first=begin, steps=steps, last_page=last_page,
         )  # fmt: skip
 
+    if codes:
+
+        @pl.when(jnp.logical_and(warpgroup == COMPUTING + 1, count > 0))
+        def _convert():
+            plgpu.set_max_registers(88, action="decrease")  # 24 + 88 + 2 * 200 = 4 * 128, what four start with
+            convert_steps(codes, buffers, steps)
+
     @pl.when(jnp.logical_and(warpgroup < COMPUTING, count > 0))
     def _compute():
-        plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+        plgpu.set_max_registers(200 if codes else COMPUTING_REGISTERS, action="increase")
         layout = plgpu.Layout.WGMMA
         # This warpgroup's 64 queries: a head of the tile, or a half of it.
         head = head_block * num_heads + (warpgroup if num_heads > 1 else 0)
@@ -201,8 +217,8 @@ def _prefill_kernel(
 
 
 def prefill(
-    q: jax.Array,  # [T, H, D] page dtype; T reaches a whole tile past the start of the last one
-    pages: jax.Array,  # [num_pages, KV, 2, page_size, D] bfloat16 or float16
+    q: jax.Array,  # [T, H, D] page dtype, float16 over codes; T reaches a whole tile past the start of the last one
+    pages: Pages,  # [num_pages, KV, 2, page_size, D] bfloat16, float16 or codes
     page_table: jax.Array,  # [R, P] int32
     seq_len: jax.Array,  # [R] int32
     tiles: jax.Array,  # [n, 5] int32, see plan_prefill
@@ -213,16 +229,19 @@ def prefill(
     interpret: Any = None,
 ) -> jax.Array:
     """[T, H, D] float32. Tokens of no tile are left unwritten."""
-    page_size, dtype, head_dim = pages.shape[3], pages.dtype, pages.shape[4]
+    dtype, head_dim = q.dtype, pages.shape[4]
+    if isinstance(pages, QuantizedPages):
+        blocks = dataclasses.replace(blocks, keys=64)  # the codes' buffers take room from the others
+    codes, stages = code_rings(pages, blocks.keys), operand_stages(pages, blocks.stages)
     num_heads = heads_per_block(spec)
     scaled = jnp.zeros((spec.num_heads,), jnp.float32) if sinks is None else sinks * LOG2E
 
     def kernel(*refs):
         _prefill_kernel(*refs, spec=spec, num_heads=num_heads, interpret=interpret is not None)
 
-    ring = swizzled(blocks.stages, blocks.keys, head_dim, dtype=dtype)
-    ready = plgpu.Barrier(num_arrivals=parts_per_step(page_size, blocks.keys), num_barriers=blocks.stages)
-    free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=blocks.stages)
+    ring = swizzled(stages, blocks.keys, head_dim, dtype=dtype)
+    ready = full_barrier(pages, blocks.keys, stages)
+    free = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages)
     # On a GPU the weights reach the second product through registers: the buffer is for the interpreter.
     p_shape = (1, ALIGN, 64) if interpret is None else (COMPUTING, TILE, blocks.keys)
     return launch(
@@ -232,7 +251,7 @@ def prefill(
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(tiles.shape[0], spec.num_heads // num_heads),
         grid_names=("tile", "head_block"),
-        num_threads=COMPUTING + 1,
+        num_threads=COMPUTING + (2 if codes else 1),
         scratch_types=[
             plgpu.RefUnion(
                 swizzled(COMPUTING, TILE, head_dim, dtype=dtype),
@@ -248,5 +267,6 @@ def prefill(
             free,
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=COMPUTING),
+            codes,
         ],
     )(q, pages, page_table, seq_len, tiles, scaled)

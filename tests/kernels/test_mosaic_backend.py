@@ -31,7 +31,9 @@ def test_a_cpu_has_the_interpreter_only():
     [
         (backend.mosaic_reason(512, 64), "head_dim 512 is over 256"),
         (backend.mosaic_reason(128, 4), "page_size 4 is not in 8 to 1024"),
-        (backend.mosaic_reason(128, 64, "float32"), "pages of float32 are neither bfloat16 nor float16"),
+        (backend.mosaic_reason(128, 64, "float32"), "pages of float32 are none of bfloat16, float16, int8, fp8"),
+        (backend.mosaic_reason(256, 64, "fp8"), "head_dim 256 is over 128, the most for pages of fp8"),
+        (backend.mosaic_reason(128, 16, "int8"), "page_size 16 is under 32, the least for pages of int8"),
         (backend.mosaic_latent_reason(96, 64, 64), "latent vectors of 96 \\+ 64"),
     ],
 )

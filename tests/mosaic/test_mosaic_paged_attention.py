@@ -26,6 +26,8 @@ SHAPES = {
     "gqa8": Shape(spec(16, 2, 128), 64),
     "gqa9-cap": Shape(spec(9, 1, 96, logit_softcap=5.0), 16, options=SPLIT),
     "wide-window": Shape(spec(2, 1, 256, sliding_window=100), 64),
+    "gqa4-int8": Shape(spec(8, 2, 64), 32, "int8", options=SPLIT),
+    "gqa3-window-sinks-fp8": Shape(spec(3, 1, 80, sliding_window=100, has_sinks=True), 64, "fp8", options=SPLIT),
     "f16-everything": Shape(
         spec(5, 1, 80, sliding_window=130, logit_softcap=20.0, has_sinks=True), 128, "float16", options=SPLIT
     ),

@@ -19,6 +19,7 @@ from stored_pages import unwritten
 SHAPES = {
     "gqa4": Shape(spec(4, 1, 64), 16, options=SPLIT, tokens=24, rows=6),
     "gqa3-sinks": Shape(spec(6, 2, 64, has_sinks=True), 64, options=SPLIT, tokens=24, rows=6),
+    "gqa4-int8": Shape(spec(8, 2, 64), 32, "int8", options=SPLIT, tokens=24, rows=6),
     "gqa9-cap-f16": Shape(spec(9, 1, 128, logit_softcap=5.0), 32, "float16", tokens=24, rows=6),
 }
 
@@ -80,9 +81,10 @@ def test_two_prompts_and_rows_of_none():
     np.testing.assert_allclose(together, alone, atol=4e-3)
 
 
-def test_many_tiles():
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_many_tiles(dtype):
     """More rows than one tile of queries holds."""
-    shape = Shape(spec(20, 1, 64), 64, options=SPLIT, tokens=8, rows=6)  # three rows a tile
+    shape = Shape(spec(20, 1, 64), 64, dtype, options=SPLIT, tokens=8, rows=6)  # three rows a tile
     case = make(shape, [Row(256 + 7 * r, 1) for r in range(6)], 9)
     share(case, list(range(6)), 3)
     assert (shared_tokens(shape)(case.batch) == 192).all()
