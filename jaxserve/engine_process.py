@@ -175,11 +175,17 @@ def _serve(engine: Engine | EncoderEngine, socket: zmq.Socket, drain_s: float) -
     # Everything alive now stays alive: later collections need not look at it.
     gc.collect()
     gc.freeze()
-    try:
-        return 0 if loop.run() else EXIT_FAILED
-    finally:
-        engine.close()
+    if not loop.run():
+        return EXIT_FAILED
+    engine.close()
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # A failed engine leaves nothing behind that could be ended in order: its devices, or those of a lost host, may
+        # wait for ever, and JAX waits for them when the interpreter ends.
+        os._exit(status)
