@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from jaxserve.pallas_kernels.matmul.api import linear, take_rows
 from jaxserve.pallas_kernels.matmul.planar import expand, planar, planar_parts
 from jaxserve.pallas_kernels.matmul.quantized import KINDS, DoubleWeight, JoinedWeight, PlanarWeight, dequantize
 from quantized_weights import random_weight
+
+# One program each, where every operation would be compiled alone.
+expand, take_rows, dequantize = jax.jit(expand), jax.jit(take_rows), jax.jit(dequantize)
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (70, 96)])
