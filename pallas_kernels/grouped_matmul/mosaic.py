@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxserve.pallas_kernels.mosaic.hopper import ALIGN, MMA_M, add_product, launch, swizzled
+from jaxserve.pallas_kernels.mosaic.hopper import ALIGN, MMA_M, add_product, free_slot, launch, swizzled
 from jaxserve.pallas_kernels.paged_attention.mosaic_plan import LOAD_ALIGN, cut_tiles
 from jaxserve.pallas_kernels.tuning import default_blocks
 
@@ -86,12 +86,7 @@ def _products(x: jax.Array, w: jax.Array, tiles: jax.Array, blocks: GroupedBlock
         def _copy():
             @pl.loop(0, steps)
             def _step(step):
-                slot = lax.rem(step, stages)
-
-                @pl.when(step >= stages)
-                def _wait():
-                    plgpu.barrier_wait(free.at[slot])
-
+                slot = free_slot(step, stages, free)
                 columns = pl.ds(step * inputs, inputs)
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(load_row, ROWS), columns], x_smem.at[slot], ready.at[slot])
                 for half in range(COMPUTING):

@@ -24,6 +24,7 @@ from jaxserve.pallas_kernels.mosaic.hopper import (
     COPYING_REGISTERS,
     MMA_M,
     MMA_N,
+    free_slot,
     launch,
     shift_words,
     swizzled,
@@ -139,12 +140,7 @@ def _products(x: jax.Array, w: PlanarWeight, tile: int, blocks: QuantBlocks, int
 
             @pl.loop(0, steps)
             def _step(step):
-                slot = lax.rem(step, stages)
-
-                @pl.when(step >= stages)
-                def _wait():
-                    plgpu.barrier_wait(free.at[slot])
-
+                slot = free_slot(step, stages, free)
                 at = first + step
                 plgpu.copy_gmem_to_smem(x_ref.at[rows, pl.ds(at * STEP, STEP)], x_smem.at[slot], ready.at[slot])
                 for half in range(COMPUTING):

@@ -120,6 +120,17 @@ def dequantize(codes: Any, scales: Any, target: Any) -> None:
             target.at[piece][...] = (values * lax.broadcast_in_dim(scale, values.shape, [0])).astype(target.dtype)
 
 
+def free_slot(step: Any, stages: int, free: Any) -> Any:
+    """Where `step` goes in a ring of `stages` buffers, once what it held is read. free: the ring's barriers."""
+    slot = lax.rem(step, stages)
+
+    @pl.when(step >= stages)
+    def _wait():
+        plgpu.barrier_wait(free.at[slot])
+
+    return slot
+
+
 def launch(
     body: Callable[..., None], name: str, *, interpret: Any, scratch_bytes: int = 2048, **arguments: Any
 ) -> Callable[..., Any]:

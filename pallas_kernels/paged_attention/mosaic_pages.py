@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxserve.pallas_kernels.mosaic.hopper import ALIGN, dequantize
+from jaxserve.pallas_kernels.mosaic.hopper import ALIGN, dequantize, free_slot
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages, QuantizedPages
 
 CODE_STAGES = 2  # steps of codes in flight
@@ -105,14 +105,9 @@ def copy_steps(
         return tuple(page_ids(jnp.minimum(step * count + i, last_page)) for i in range(count))
 
     def fetch(step, pages):
-        slot = lax.rem(step, stages)
         offset = lax.rem(first + step, page_size // keys) * keys if page_size > keys else 0
         for ring in rings:
-
-            @pl.when(step >= stages)
-            def _wait(free=ring.free):
-                plgpu.barrier_wait(free.at[slot])
-
+            slot = free_slot(step, stages, ring.free)
             for source, smem in ring.streams:
                 for i, page in enumerate(pages):
                     plgpu.copy_gmem_to_smem(
@@ -131,12 +126,9 @@ def convert_steps(codes: Any, buffers: Sequence[tuple[Any, Any, Any]], steps: An
 
     def convert(step, _):
         for (ring, scales, ring_full, ring_free), (values, full, free) in zip(codes, buffers, strict=True):
-            source, slot = lax.rem(step, CODE_STAGES), lax.rem(step, values.shape[0])
+            source = lax.rem(step, CODE_STAGES)
             plgpu.barrier_wait(ring_full.at[source])
-
-            @pl.when(step >= values.shape[0])
-            def _wait(free=free, slot=slot):
-                plgpu.barrier_wait(free.at[slot])
+            slot = free_slot(step, values.shape[0], free)
 
             dequantize(ring.at[source], scales.at[source], values.at[slot])
             plgpu.commit_smem()  # for the products, and for the copies that overwrite what was read

@@ -205,6 +205,7 @@ def test_a_model_quantised_at_load(method: str) -> None:
     assert np.abs(logits(small) - logits(model)).max() < 0.2
 
 
+# Runs where JAX has the interpreter of GPU kernels; the reason says what is missing elsewhere.
 @pytest.mark.skipif(not mosaic_available(interpret=True)[0], reason=mosaic_available(interpret=True)[1] or "-")
 @pytest.mark.parametrize("weights", ["stored", "both"])
 @pytest.mark.parametrize("method", ONLINE)
