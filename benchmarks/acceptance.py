@@ -4,6 +4,7 @@
     python benchmarks/acceptance.py reference --model gemma3-270m --fixture tests/fixtures/gemma3_270m_greedy.json
     python benchmarks/acceptance.py quality         # bfloat16 weights beside float32: KL and top-1 agreement
     python benchmarks/acceptance.py quality --page-dtype int8    # with quantised K/V
+    python benchmarks/acceptance.py quality --weights stored     # products with the file's own blocks, token by token
     python benchmarks/acceptance.py equality        # same tokens whatever overlap, prefix cache, chunk and page size
     python benchmarks/acceptance.py deterministic   # bitwise the same alone, in company, with a cold and a warm prefix
     python benchmarks/acceptance.py options         # no compilation after warm-up, whatever a request asks for
@@ -14,6 +15,7 @@ The references were made by tests/fixtures/make_reference.py. Exit status 1 if a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import PAGE_DTYPES
+from jaxserve.config import PAGE_DTYPES, QUANTIZATIONS
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 SPLIT_GAP = 1e-4  # a smaller gap between the two best logits may be decided by rounding
@@ -95,9 +97,22 @@ def check_reference(options: argparse.Namespace, report: Report) -> None:
         )
 
 
-def make_scorer(model: str, dtype: str, longest: int, *, page_dtype: str = "auto") -> Callable[[list[int]], np.ndarray]:
-    """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages; page_dtype
-    "auto": dtype."""
+def make_scorer(
+    model: str,
+    dtype: str,
+    longest: int,
+    *,
+    page_dtype: str = "auto",
+    weights: str = "dense",
+    quantization: str = "",
+    by_token: bool = False,
+) -> Callable[[list[int]], np.ndarray]:
+    """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages.
+
+    page_dtype               "auto": dtype
+    weights, quantization    as load_model takes them
+    by_token                 one token a step, as one stream is decoded, which takes other products than long prompts
+    """
     import jax
     import jax.numpy as jnp
     from jaxserve.models.contract import KVPages, RuntimeOptions, StepInputs
@@ -116,25 +131,26 @@ def make_scorer(model: str, dtype: str, longest: int, *, page_dtype: str = "auto
         attention=resolve_attention_backend("auto", "cpu"),
         matmul=resolve_matmul_backend("auto", "cpu"),
     )
-    network = load_model(source, config, runtime)
-    size = -(-longest // 64) * 64
-    num_pages = size // 16 + 1
+    network = load_model(source, config, runtime, weights=weights, quantization=quantization)
+    num_pages = -(-longest // 16) + 1
+    size = 1 if by_token else (num_pages - 1) * 16
 
-    @jax.jit
-    def run(token_ids: jax.Array, length: jax.Array, pages: KVPages) -> jax.Array:
+    @functools.partial(jax.jit, donate_argnums=3)
+    def run(token_ids: jax.Array, start: jax.Array, length: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
+        """Log-probabilities after `length` tokens from position `start` on; token_ids [size]."""
         index = jnp.arange(size, dtype=jnp.int32)
         used = index < length
         batch = RaggedBatch(
-            positions=jnp.where(used, index, 0),
+            positions=jnp.where(used, start + index, 0),
             row_of_token=jnp.where(used, 0, 1),
-            write_slot=jnp.where(used, index + 16, num_pages * 16),
+            write_slot=jnp.where(used, start + index + 16, num_pages * 16),
             query_start=jnp.stack([jnp.int32(0), length]),
-            seq_len=length[None],
+            seq_len=(start + length)[None],
             page_table=jnp.arange(1, num_pages, dtype=jnp.int32)[None],
             num_rows=jnp.ones(1, jnp.int32),
         )
-        hidden, _ = network(StepInputs(token_ids, batch, jnp.zeros(1, jnp.int32)), pages)
-        return jax.nn.log_softmax(network.compute_logits(hidden), axis=-1)
+        hidden, pages = network(StepInputs(token_ids, batch, jnp.zeros(1, jnp.int32)), pages)
+        return jax.nn.log_softmax(network.compute_logits(hidden), axis=-1), pages
 
     def score(sequence: list[int]) -> np.ndarray:
         structs = [
@@ -142,9 +158,14 @@ def make_scorer(model: str, dtype: str, longest: int, *, page_dtype: str = "auto
             for spec in network.attention_specs
         ]
         pages = KVPages(jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), tuple(structs)))
-        token_ids = np.zeros(size, np.int32)
-        token_ids[: len(sequence)] = sequence
-        return np.asarray(run(jnp.asarray(token_ids), jnp.int32(len(sequence)), pages))[: len(sequence)]
+        found = []
+        for start in range(0, len(sequence), size):
+            part = sequence[start : start + size]
+            token_ids = np.zeros(size, np.int32)
+            token_ids[: len(part)] = part
+            scores, pages = run(jnp.asarray(token_ids), jnp.int32(start), jnp.int32(len(part)), pages)
+            found.append(np.asarray(scores)[: len(part)])
+        return np.concatenate(found)
 
     return score
 
@@ -153,7 +174,16 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
     rows = json.loads(Path(options.fixture).read_text())["rows"]
     longest = max(len(row["prompt"]) + len(row["tokens"]) for row in rows)
     exact = make_scorer(options.model, "float32", longest)
-    rough = make_scorer(options.model, "bfloat16", longest, page_dtype=options.page_dtype)
+    quantization = "" if options.quantization == "none" else options.quantization
+    rough = make_scorer(
+        options.model,
+        "bfloat16",
+        longest,
+        page_dtype=options.page_dtype,
+        weights=options.weights,
+        quantization=quantization,
+        by_token=options.weights == "stored",
+    )
     divergence: list[float] = []
     agreed = 0
     for row in rows:  # one at a time: a [len, vocabulary] table is large
@@ -163,11 +193,13 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
         divergence += (np.exp(p) * (p - q)).sum(-1).tolist()
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     mean, share = float(np.mean(divergence)), agreed / len(divergence)
-    pages = "" if options.page_dtype == "auto" else f" with {options.page_dtype} pages"
-    limit = 1e-2 if options.page_dtype == "fp8" else 2e-3  # fp8 has 3 bits of mantissa
+    what = "bfloat16" if options.weights == "dense" else "weights in blocks, token by token"
+    what += f", quantised to {quantization}" if quantization else ""
+    what += "" if options.page_dtype == "auto" else f", {options.page_dtype} pages"
+    limit = 1e-2 if options.page_dtype == "fp8" or quantization else 2e-3  # fp8 has 3 bits of mantissa
     report.check(
         mean <= limit and share >= 0.97,
-        f"bfloat16{pages} beside float32 over {len(divergence)} positions: mean KL {mean:.2e} (at most {limit:.0e}), "
+        f"{what}, beside float32 over {len(divergence)} positions: mean KL {mean:.2e} (at most {limit:.0e}), "
         f"top-1 agreement {share:.2%} (at least 97 %)",
     )
 
@@ -282,6 +314,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--fixture", default=str(FIXTURES / "smollm2_135m_greedy.json"))
     parser.add_argument("--page-dtype", default="auto", choices=PAGE_DTYPES, help="of K/V, in the quality check")
+    parser.add_argument("--weights", default="dense", choices=("dense", "stored"), help="in the quality check")
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="in the quality check")
     options = parser.parse_args()
     report = Report()
     CHECKS[options.check](options, report)

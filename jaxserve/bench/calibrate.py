@@ -104,17 +104,18 @@ def run_requests(engine: Engine, timer: StepTimer, requests: Sequence[tuple[Sequ
         engine.step()
 
 
-def time_steps(engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int = 0) -> list[TimedStep]:
-    """Serve every shape `rounds` times; their steps."""
+def time_steps(
+    engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int = 0, part: int = 0, parts: int = 1
+) -> list[TimedStep]:
+    """Serve every shape `rounds` times; their steps. With `parts`, only one shape in so many, from number `part` on: of
+    two parts, each has prompts for every bucket."""
     geometry = engine.scheduler.geometry
     source = TokenSource((1 << 30, seed), engine.model.vocab_size)
+    shapes = [(1, size, _OUTPUTS_ALONE) for size in _lone_prompts(timer.runner.shapes.token_buckets)]
+    shapes += [(min(rows, geometry.max_num_rows), num_prompt, num_output) for rows, num_prompt, num_output in _SHAPES]
     timer.steps.clear()
     for _ in range(rounds):
-        for size in _lone_prompts(timer.runner.shapes.token_buckets):
-            if size + _OUTPUTS_ALONE < geometry.max_model_len:
-                run_requests(engine, timer, [(source.ids(size), _OUTPUTS_ALONE)])
-        for rows, num_prompt, num_output in _SHAPES:
-            rows = min(rows, geometry.max_num_rows)
+        for rows, num_prompt, num_output in shapes[part::parts]:
             if num_prompt + num_output < geometry.max_model_len:
                 # Outputs of different lengths: the number of rows falls one by one.
                 requests = [(source.ids(num_prompt), num_output + 2 * row) for row in range(rows)]
