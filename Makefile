@@ -51,10 +51,18 @@ help:  ## what can be made
 serve: $(SERVE_READY)
 	exec $(BIN)/jaxserve serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
 
+# The tests of the GPU kernels take one core for minutes, the others seldom use two: they run side by side, and the
+# output of the former comes last.
+MOSAIC_LOG := build/test-mosaic.log
+
 test: lint
+ifneq ($(PYTEST_ARGS),)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-ifeq ($(PYTEST_ARGS),)
-	@$(MAKE) --no-print-directory test-mosaic
+else
+	@mkdir -p build
+	@nice $(MAKE) --no-print-directory test-mosaic > $(MOSAIC_LOG) 2>&1 & mosaic=$$!; \
+	  trap 'kill $$mosaic; exit 130' INT TERM; status=0; $(BIN)/python -m pytest || status=$$?; \
+	  wait $$mosaic || status=$$?; cat $(MOSAIC_LOG); exit $$status
 endif
 
 # The GPU kernels run in an interpreter that came with JAX 0.12, which needs Python 3.12. An older main environment

@@ -176,7 +176,10 @@ def peer_command(name: str, arguments: argparse.Namespace) -> tuple[list[str], d
     if name == "openvino":
         model = need("openvino_model") if arguments.openvino_model else need("gguf")
         return [need("openvino_python"), str(HERE / "run_openvino.py"), "--model", model], environment
-    sys.exit(f"unknown peer {name!r}; there are: jaxserve, jaxserve-http, vllm, vllm-http, openvino")
+    if name == "llama-bench":
+        model = ["--program", need("llama_bench"), "--model", need("bf16_gguf")]
+        return [sys.executable, str(HERE / "run_llama_bench.py"), *model], environment
+    sys.exit(f"unknown peer {name!r}; there are: jaxserve, jaxserve-http, vllm, vllm-http, openvino, llama-bench")
 
 
 def command_flags(option: str) -> list[str]:
@@ -195,7 +198,7 @@ def measure_all(peers: list[Peer], workload: dict[str, Any], arguments: argparse
     results: Results = defaultdict(lambda: defaultdict(list))
     warmup = workload["warmup"]
     for peer in peers:
-        for concurrency in (1, 4):
+        for concurrency in (1,) if peer.name == "llama-bench" else (1, 4):
             peer.run(warmup, Measure("warmup", len(warmup), concurrency, ""))
     for round_number in range(arguments.rounds):
         for name in arguments.measures.split(","):
@@ -246,6 +249,8 @@ def main() -> None:
     parser.add_argument("--openvino-model", help="OpenVINO folder instead of --gguf")
     parser.add_argument("--vllm-python")
     parser.add_argument("--openvino-python")
+    parser.add_argument("--llama-bench", help="llama.cpp's program of that name; it takes part in single only")
+    parser.add_argument("--bf16-gguf", help="model of llama-bench")
     parser.add_argument("--option", action="append", default=[], help="FIELD=VALUE of jaxserve's EngineConfig")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -29,6 +29,8 @@ from jaxserve.pallas_kernels.paged_attention.quantized_pages import QuantizedPag
 from jaxserve.pallas_kernels.pages import abstract_pages, page_bytes
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 
+from jaxserve.runner.huge_pages import move_to_huge_pages
+
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGE_SIZE = 9, 3, 64, 30, 16
 LAYER_SHAPES = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
 SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
@@ -36,7 +38,8 @@ SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
 
 def read_bandwidth() -> float:
     """Bytes per second of a sum over 512 MB, best of 7."""
-    array = jnp.ones(1 << 27, jnp.float32)
+    array = jax.jit(lambda: jnp.ones(1 << 27, jnp.float32))()
+    move_to_huge_pages([array])
     total = jax.jit(jnp.sum)
     return array.nbytes / min(_time(lambda: total(array)) for _ in range(7))
 
@@ -115,6 +118,7 @@ def attention_step(
 
     struct = abstract_pages(SPEC, num_pages, PAGE_SIZE, dtype, backend)
     layers = [random_pages(struct, jax.random.key(i)) for i in range(LAYERS)]
+    move_to_huge_pages(jax.tree.leaves(layers))  # as the runner does
     tokens = batch.positions.shape[0]
     q = jax.random.normal(jax.random.key(100), (tokens, HEADS, HEAD_DIM))
     k = jax.random.normal(jax.random.key(101), (tokens, KV_HEADS, HEAD_DIM))
@@ -196,6 +200,7 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
             forms["q4_1 tiles"] = linear_tiles, stored
         forms["cpu_ffi"] = linear_cpu, weights
         forms["linear()"] = (lambda x, w: linear(x, w, backend="cpu_ffi")), weights
+    move_to_huge_pages(jax.tree.leaves([values for _, values in forms.values()]))
     steps = {name: (chain(product), values) for name, (product, values) in forms.items()}
     for num_rows in rows:
         x = jnp.ones((num_rows, 576)) * 0.1
