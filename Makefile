@@ -52,7 +52,7 @@ serve: $(SERVE_READY)
 	exec $(BIN)/jaxserve serve "$(MODEL)" --host "$(HOST)" --port "$(PORT)" $(ARGS)
 
 # The tests of the GPU kernels take one core for minutes, the others seldom use two: they run side by side, and the
-# output of the former comes last.
+# output of the former comes last. (Not $(MAKE): make -n runs every line that has it.)
 MOSAIC_LOG := build/test-mosaic.log
 
 test: lint
@@ -60,7 +60,7 @@ ifneq ($(PYTEST_ARGS),)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
 	@mkdir -p build
-	@nice $(MAKE) --no-print-directory test-mosaic > $(MOSAIC_LOG) 2>&1 & mosaic=$$!; \
+	@nice $(MAKE_COMMAND) --no-print-directory test-mosaic > $(MOSAIC_LOG) 2>&1 & mosaic=$$!; \
 	  trap 'kill $$mosaic; exit 130' INT TERM; status=0; $(BIN)/python -m pytest || status=$$?; \
 	  wait $$mosaic || status=$$?; cat $(MOSAIC_LOG); exit $$status
 endif
