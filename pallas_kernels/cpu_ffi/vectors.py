@@ -201,9 +201,10 @@ class Emitter:
         y = b.fdiv(b.fsub(one, decay), b.fadd(one, decay))
         return b.select(is_negative, b.fsub(zero, y), y)
 
-    def prefetch(self, address: ir.Value, *, to_write: bool = False) -> None:
+    def prefetch(self, address: ir.Value, *, to_write: bool = False, locality: int = 3) -> None:
+        """locality: 3 all caches, 2 all but the first."""
         function = self.function("llvm.prefetch.p0", ir.VoidType(), [BYTE_POINTER, I32, I32, I32])
-        args = [self.b.inttoptr(address, BYTE_POINTER), *(ir.Constant(I32, x) for x in (int(to_write), 3, 1))]
+        args = [self.b.inttoptr(address, BYTE_POINTER), *(ir.Constant(I32, x) for x in (int(to_write), locality, 1))]
         self.b.call(function, args)
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:

@@ -98,11 +98,13 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     TILE,
     make_clear_row,
     make_finish_row,
-    make_load_tokens,
+    make_load_keys,
+    make_load_values,
     make_merge_row,
     make_product,
     make_scale_row,
     make_softmax_row,
+    make_value_product,
     make_write_row,
 )
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES, Pages, QuantizedPages, code_kind
@@ -182,10 +184,11 @@ def _make_write(head_dim: int, kind: str) -> Any:
 
 def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
     tag = f"d{head_dim}_{kind}_b{block_vectors}"
-    load_tokens, softmax_row = make_load_tokens(head_dim, kind), make_softmax_row(head_dim)
-    clear_row = make_clear_row(head_dim)
+    load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
+    softmax_row, clear_row = make_softmax_row(head_dim), make_clear_row(head_dim)
     score_product = make_product(TILE // LANES, block_vectors)
-    value_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES))
+    tile_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES))
+    value_product = make_value_product(head_dim, kind, block_vectors)
     row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
 
     @named(tag)
@@ -234,9 +237,9 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
             find_tokens(frame, unit, tile + TILE, ahead)
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
-                    load_tokens(
-                        here + 8 * u, ahead + 8 * u, page_size, keys + 4 * u, values + u * head_bytes, pages, scales
-                    )
+                    load_keys(here + 8 * u, ahead + 8 * u, keys + 4 * u, pages, scales)
+                    if rows > MAX_BLOCK_ROWS:
+                        load_values(here + 8 * u, ahead + 8 * u, page_size, values + u * head_bytes, pages, scales)
             for r in range(0, rows, MAX_BLOCK_ROWS):
                 block = min(MAX_BLOCK_ROWS, rows - r)
                 # Tokens that some row of the block sees; rows are ordered by token.
@@ -253,9 +256,12 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
                         scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
                         max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
                     )  # fmt: skip
-                value_product(
-                    block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
-                )
+                if rows > MAX_BLOCK_ROWS:
+                    tile_product(
+                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
+                    )
+                else:
+                    value_product(block, scores, here, ahead, page_size, pages, scales, sums, low, high)
             here, ahead = ahead, here
 
     return segment

@@ -8,6 +8,7 @@ number of rows taken at once, which is what makes a token's result independent o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from numba.core import cgutils
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
 _INT, _FLOAT = types.intp, types.float32
+LoadRow = Callable[[ir.Value, ir.Value, int], list[ir.Value]]  # (row, column, vectors): those of a matrix
 
 
 def make_write_row(head_dim: int, kind: str) -> Any:
@@ -106,12 +108,11 @@ def make_scale_row(head_dim: int) -> Any:
     return void_intrinsic((_INT, _INT, _FLOAT), emit)
 
 
-def make_load_tokens(head_dim: int, kind: str) -> Any:
-    """load_tokens(addresses, ahead, page_size, keys, values, pages, scales): 16 tokens into a tile.
+def make_load_keys(head_dim: int, kind: str) -> Any:
+    """load_keys(addresses, ahead, keys, pages, scales): K of 16 tokens into a tile, transposed.
 
     addresses, ahead   16 addresses of K rows: of these tokens, and of those to fetch for the next tile
-    page_size          rows from a token's K to its V
-    keys, values       where the 16 tokens start in the tile: column of keys, row of values
+    keys               column of the tile where the 16 tokens start
     pages, scales      the first row and its scale, for codes
     """
     size = ELEMENT_BYTES[kind]
@@ -128,12 +129,11 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
         shifted = b.lshr(lanes, ir.Constant(INT_VECTOR, [8 * i] * LANES))
         return e.codes_as_float(b.trunc(shifted, ir.VectorType(I8, LANES)), kind)
 
-    def emit(e: Emitter, addresses, ahead, page_size, keys, values, pages, scales) -> None:
+    def emit(e: Emitter, addresses, ahead, keys, pages, scales) -> None:
         b = e.b
-        value_offset = b.mul(page_size, e.const(head_dim * size))
         rows = [e.load(e.at(addresses, 8 * i), I64, 8) for i in range(LANES)]
         nexts = [e.load(e.at(ahead, 8 * i), I64, 8) for i in range(LANES)]
-        factors = _emit_factors(e, head_dim, kind, rows, page_size, pages, scales) if kind in CODES else None
+        factors = _emit_scales(e, head_dim, kind, rows, pages, scales) if kind in CODES else None
         with emit_loop(e, 0, head_dim, LANES * group) as (d, _):
             offset = b.mul(d, e.const(size))
             target = b.add(keys, b.mul(d, e.const(4 * TILE)))
@@ -146,37 +146,67 @@ def make_load_tokens(head_dim: int, kind: str) -> Any:
             else:
                 columns = e.transpose([e.load_as_float(b.add(row, offset), kind) for row in rows])
             for i, column in enumerate(columns):
-                column = column if factors is None else b.fmul(column, e.load(factors))
-                e.store(column, e.at(target, 4 * i * TILE))
-        with emit_loop(e, 0, head_dim, LANES) as (d, _):
-            offset = b.add(value_offset, b.mul(d, e.const(size)))
-            target = b.add(values, b.mul(d, e.const(4)))
-            with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
-                for address in nexts:
-                    e.prefetch(b.add(address, offset))
-            for i, row in enumerate(rows):
-                value = e.load_as_float(b.add(row, offset), kind)
-                if factors is not None:
-                    value = b.fmul(value, e.splat(e.load(e.at(factors, 4 * (LANES + i)), FLOAT)))
-                e.store(value, e.at(target, 4 * i * head_dim))
+                e.store(column if factors is None else b.fmul(column, factors), e.at(target, 4 * i * TILE))
 
-    return void_intrinsic((_INT,) * 7, emit)
+    return void_intrinsic((_INT,) * 5, emit)
 
 
-def _emit_factors(e: Emitter, head_dim: int, kind: str, rows: list[ir.Value], page_size, pages, scales) -> ir.Value:
-    """Address of the scales of 16 rows of K, then of their rows of V; times what codes_as_float leaves out."""
+def make_load_values(head_dim: int, kind: str) -> Any:
+    """load_values(addresses, ahead, page_size, values, pages, scales): V of 16 tokens into a tile.
+
+    page_size   rows from a token's K, whose addresses are given as in load_keys, to its V
+    values      row of the tile where the 16 tokens start
+    """
+
+    def emit(e: Emitter, addresses, ahead, page_size, values, pages, scales) -> None:
+        b = e.b
+        # Token by token: one address at a time stays in a register, where 16 would not.
+        with emit_loop(e, 0, LANES, 1) as (i, _):
+            vectors = _emit_values(
+                e, head_dim, kind, e.const(0), head_dim // LANES, addresses, ahead, page_size, pages, scales, i
+            )
+            target = b.add(values, b.mul(i, e.const(4 * head_dim)))
+            for j, vector in enumerate(vectors):
+                e.store(vector, e.at(target, 64 * j))
+
+    return void_intrinsic((_INT,) * 6, emit)
+
+
+def _emit_values(
+    e: Emitter, head_dim: int, kind: str, start: ir.Value, width: int, addresses, ahead, page_size, pages, scales, token
+) -> list[ir.Value]:
+    """`width` vectors of a token's V as float32, from dim `start` on; those of the token ahead are fetched."""
+    b, size = e.b, ELEMENT_BYTES[kind]
+    place = b.mul(token, e.const(8))
+    key = e.load(b.add(addresses, place), I64, 8)
+    offset = b.add(b.mul(page_size, e.const(head_dim * size)), b.mul(start, e.const(size)))
+    row, fetched = b.add(key, offset), b.add(e.load(b.add(ahead, place), I64, 8), offset)
+    for byte in range(0, LANES * width * size, 64):
+        e.prefetch(e.at(fetched, byte))
+    vectors = [e.load_as_float(e.at(row, LANES * j * size), kind) for j in range(width)]
+    if kind not in CODES:
+        return vectors
+    factor = e.splat(_emit_scale_of(e, head_dim, kind, key, pages, scales, page_size))
+    return [b.fmul(vector, factor) for vector in vectors]
+
+
+def _emit_scale_of(e: Emitter, head_dim: int, kind: str, row, pages, scales, rows_after=None) -> ir.Value:
+    """The scale of a row of codes, or of the one so many rows after it; times what codes_as_float leaves out."""
     b = e.b
-    block = cgutils.alloca_once(b, ir.ArrayType(FLOAT, 2 * LANES))
-    block = b.ptrtoint(block, I64)
+    index = b.sdiv(b.sub(row, pages), e.const(head_dim), flags=("exact",))
+    if rows_after is not None:
+        index = b.add(index, rows_after)
+    scale = e.load(b.add(scales, b.mul(index, e.const(4))), FLOAT)
+    return b.fmul(scale, ir.Constant(FLOAT, FP8_SCALE)) if kind == "fp8" else scale
+
+
+def _emit_scales(e: Emitter, head_dim: int, kind: str, rows: list[ir.Value], pages, scales) -> ir.Value:
+    """The scales of 16 rows of codes, one in each lane."""
+    found = ir.Constant(VECTOR, ir.Undefined)
     for i, row in enumerate(rows):
-        index = b.sdiv(b.sub(row, pages), e.const(head_dim), flags=("exact",))
-        for at, which in ((i, index), (LANES + i, b.add(index, page_size))):
-            e.store(e.load(b.add(scales, b.mul(which, e.const(4))), FLOAT), e.at(block, 4 * at))
-    if kind == "fp8":
-        for at in (0, 4 * LANES):
-            wide = b.fmul(e.load(e.at(block, at)), e.splat_const(FP8_SCALE))
-            e.store(wide, e.at(block, at))
-    return block
+        scale = _emit_scale_of(e, head_dim, kind, row, pages, scales)
+        found = e.b.insert_element(found, scale, ir.Constant(I32, i))
+    return found
 
 
 def make_product(vectors: int, block_vectors: int) -> Any:
@@ -189,32 +219,63 @@ def make_product(vectors: int, block_vectors: int) -> Any:
     """
 
     def emit(e: Emitter, rows, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
-        b = e.b
-        full = vectors // block_vectors
-        for start, count, width in ((0, full, block_vectors), (full * block_vectors, 1, vectors % block_vectors)):
-            if width == 0 or count == 0:
-                continue
-            done = b.append_basic_block("product.done")
-            blocks = [b.append_basic_block(f"product.{r}") for r in range(1, MAX_BLOCK_ROWS + 1)]
-            switch = b.switch(rows, blocks[-1])
-            for r, block in enumerate(blocks[:-1], 1):
-                switch.add_case(e.const(r), block)
-            for r, block in enumerate(blocks, 1):
-                b.position_at_end(block)
-                with emit_loop(e, 0, 64 * width * count, 64 * width) as (column, _):
-                    offset = e.at(column, 64 * start)
-                    _emit_block(
-                        e, r, width, a, a_stride, b.add(b_, offset), b_stride, b.add(c, offset), c_stride,
-                        first, last, add,
-                    )  # fmt: skip
-                b.branch(done)
-            b.position_at_end(done)
+        def load(i: ir.Value, column: ir.Value, width: int) -> list[ir.Value]:
+            row = e.b.add(e.b.add(b_, e.b.mul(i, b_stride)), e.b.mul(column, e.const(4)))
+            return [e.load(e.at(row, 64 * n)) for n in range(width)]
+
+        _emit_product(e, vectors, block_vectors, load, rows, a, a_stride, c, c_stride, first, last, add)
 
     return void_intrinsic((_INT,) * 10, emit)
 
 
-def _emit_block(e: Emitter, rows: int, width: int, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
-    """One register block of make_product: `rows` times `width` vectors."""
+def make_value_product(head_dim: int, kind: str, block_vectors: int) -> Any:
+    """value_product(rows, weights, addresses, ahead, page_size, pages, scales, sums, first, last):
+    sums[rows, head_dim] += weights[rows, first:last] @ V[first:last], read where it lies in its pages.
+
+    For rows that one block holds: V needs no tile then, which would be written and read once. Every element is summed
+    as make_product does it. Arguments are those of make_load_values and make_product.
+    """
+
+    def emit(e: Emitter, rows, weights, addresses, ahead, page_size, pages, scales, sums, first, last) -> None:
+        def load(i: ir.Value, column: ir.Value, width: int) -> list[ir.Value]:
+            return _emit_values(e, head_dim, kind, column, width, addresses, ahead, page_size, pages, scales, i)
+
+        _emit_product(
+            e, head_dim // LANES, block_vectors, load,
+            rows, weights, e.const(4 * TILE), sums, e.const(4 * head_dim), first, last, e.const(1),
+        )  # fmt: skip
+
+    return void_intrinsic((_INT,) * 10, emit)
+
+
+def _emit_product(
+    e: Emitter, vectors: int, block_vectors: int, load: LoadRow, rows, a, a_stride, c, c_stride, first, last, add
+) -> None:
+    """make_product, with the right matrix as load makes it."""
+    b = e.b
+    full = vectors // block_vectors
+    for start, count, width in ((0, full, block_vectors), (full * block_vectors, 1, vectors % block_vectors)):
+        if width == 0 or count == 0:
+            continue
+        done = b.append_basic_block("product.done")
+        blocks = [b.append_basic_block(f"product.{r}") for r in range(1, MAX_BLOCK_ROWS + 1)]
+        switch = b.switch(rows, blocks[-1])
+        for r, block in enumerate(blocks[:-1], 1):
+            switch.add_case(e.const(r), block)
+        for r, block in enumerate(blocks, 1):
+            b.position_at_end(block)
+            begin = LANES * start
+            with emit_loop(e, begin, begin + LANES * width * count, LANES * width) as (column, _):
+                target = b.add(c, b.mul(column, e.const(4)))
+                _emit_block(e, r, width, a, a_stride, load, column, target, c_stride, first, last, add)
+            b.branch(done)
+        b.position_at_end(done)
+
+
+def _emit_block(
+    e: Emitter, rows: int, width: int, a, a_stride, load: LoadRow, column, c, c_stride, first, last, add
+) -> None:
+    """One register block of a product: `rows` times `width` vectors from `column` on."""
     b = e.b
     a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]
     c_rows = [b.add(c, b.mul(c_stride, e.const(r))) for r in range(rows)]
@@ -227,8 +288,7 @@ def _emit_block(e: Emitter, rows: int, width: int, a, a_stride, b_, b_stride, c,
             for slot in sums.values():
                 b.store(e.splat_const(0.0), slot)
     with emit_loop(e, first, last, 1) as (i, _):
-        row = b.add(b_, b.mul(i, b_stride))
-        vectors = [e.load(e.at(row, 64 * j)) for j in range(width)]
+        vectors = load(i, column, width)
         for r in range(rows):
             factor = e.splat(e.load(b.add(a_rows[r], b.mul(i, e.const(4))), FLOAT))
             for j in range(width):
