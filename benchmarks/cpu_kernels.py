@@ -51,10 +51,12 @@ def _time(function: Callable[[], object]) -> float:
 
 
 def median_seconds(forms: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median time of each form, all of them once per round; the first two rounds are not counted."""
+    """Median time of each form, all of them in turn in each round; the first two rounds are not counted. A step
+    follows a step of the same form, as in serving: what lies in caches is its own."""
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds + 2):
         for name, function in forms.items():
+            _time(function)
             times[name].append(_time(function))
     return {name: float(np.median(values[2:])) for name, values in times.items()}
 
