@@ -120,7 +120,7 @@ def _own_ticks() -> int:
             except OSError:
                 continue  # it ended meanwhile
             children.setdefault(int(fields[1]), []).append(int(name))
-            used[int(name)] = int(fields[11]) + int(fields[12])
+            used[int(name)] = sum(int(ticks) for ticks in fields[11:15])  # with children that have ended
     total, pending = 0, [os.getpid()]
     while pending:
         process = pending.pop()
