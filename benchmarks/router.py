@@ -41,6 +41,11 @@ from jaxserve.simulator.workloads import Lengths
 PAGE, NUM_PAGES, ROWS, STEP_TOKENS = 16, 180, 4, 128
 PREFIX, OWN, OUTPUT, CLIENTS_PER_WORKER = 512, 32, 4, 2
 VOCAB = 32_000  # ids of prompts are drawn from so many
+_ASKED, _FOUND, _MADE = (
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:generation_tokens_total",
+)
 
 
 class Process:
@@ -80,7 +85,7 @@ class Process:
         found: dict[str, float] = {}
         for line in self.get("/metrics")[1].splitlines():
             name = line.split("{")[0].split(" ")[0]
-            if name in ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total"):
+            if name in (_ASKED, _FOUND, _MADE):
                 found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
         return found
 
@@ -112,9 +117,12 @@ def unique(num_requests: int, seed: int) -> Workload:
 
 @dataclasses.dataclass
 class Row:
+    """imbalance, work_imbalance: the busiest worker's tokens over the mean; of prompts, and of those it computed."""
+
     rate: float
     hits: float
     imbalance: float
+    work_imbalance: float
     ttft: float
     failed: int
 
@@ -128,16 +136,18 @@ def measure(workers: list[Process], router: Process, workload: Workload, clients
     before = [worker.figures() for worker in workers]
     records, seconds = asyncio.run(run())
     after = [worker.figures() for worker in workers]
-    asked, found = (
+    asked, found, made = (
         [late.get(name, 0.0) - early.get(name, 0.0) for early, late in zip(before, after)]
-        for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+        for name in (_ASKED, _FOUND, _MADE)
     )
+    computed = [prompt - cached + output for prompt, cached, output in zip(asked, found, made)]
     good = [record for record in records if record.error is None]
     tokens = sum(record.num_prompt_tokens + record.num_output_tokens for record in good)
     return Row(
         tokens / seconds,
         sum(found) / max(sum(asked), 1.0),
         max(asked) * len(asked) / max(sum(asked), 1.0),
+        max(computed) * len(computed) / max(sum(computed), 1.0),
         statistics.mean(record.ttft for record in good),
         len(records) - len(good),
     )
@@ -186,7 +196,8 @@ def real(options: argparse.Namespace) -> None:
                         rows.setdefault((kind, policy), []).append(row)
                         print(
                             f"  {round_number} {kind}, {policy}: {row.rate:.0f} total tok/s, hits {row.hits:.1%}, TTFT "
-                            f"{row.ttft:.3f} s, busiest {row.imbalance:.2f} x mean, {row.failed} failed",
+                            f"{row.ttft:.3f} s, busiest {row.imbalance:.2f} x mean (prompt tokens), "
+                            f"{row.work_imbalance:.2f} (computed tokens), {row.failed} failed",
                             flush=True,
                         )
             for kind in options.kinds.split(","):
@@ -197,7 +208,8 @@ def real(options: argparse.Namespace) -> None:
                     print(
                         f"{kind}, {policy}: throughput {ratio:.2f} x round robin, hits "
                         f"{statistics.median(row.hits for row in own):.1%}, busiest "
-                        f"{statistics.median(row.imbalance for row in own):.2f} x mean"
+                        f"{statistics.median(row.imbalance for row in own):.2f} x mean (prompt tokens), "
+                        f"{statistics.median(row.work_imbalance for row in own):.2f} (computed tokens)"
                     )
         finally:
             for process in [*routers.values(), *workers]:
