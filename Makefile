@@ -82,7 +82,8 @@ test-mosaic:  ## GPU kernels in the interpreter
 	elif [ -z "$(MOSAIC_COMMAND)" ]; then \
 	  echo "NOT RUN: tests/mosaic (GPU kernels in the interpreter) needs Python 3.12 or newer, and none was found."; \
 	else \
-	  $(MAKE) --no-print-directory $(MOSAIC_READY) && "$(MOSAIC_VENV)/bin/python" -m pytest tests/mosaic; \
+	  $(MAKE) --no-print-directory $(MOSAIC_READY) && \
+	  exec "$(MOSAIC_VENV)/bin/python" -m pytest -p no:cacheprovider tests/mosaic; \
 	fi
 
 $(MOSAIC_READY): pyproject.toml constraints.txt

@@ -198,7 +198,7 @@ def measure_all(peers: list[Peer], workload: dict[str, Any], arguments: argparse
     results: Results = defaultdict(lambda: defaultdict(list))
     warmup = workload["warmup"]
     for peer in peers:
-        for concurrency in (1,) if peer.name == "llama-bench" else (1, 4):
+        for concurrency in (1,) if peer.name == "llama-bench" else (1, 4):  # it has one stream
             peer.run(warmup, Measure("warmup", len(warmup), concurrency, ""))
     for round_number in range(arguments.rounds):
         for name in arguments.measures.split(","):
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--openvino-model", help="OpenVINO folder instead of --gguf")
     parser.add_argument("--vllm-python")
     parser.add_argument("--openvino-python")
-    parser.add_argument("--llama-bench", help="llama.cpp's program of that name; it takes part in single only")
+    parser.add_argument("--llama-bench", help="llama.cpp's program of that name, which has one stream")
     parser.add_argument("--bf16-gguf", help="model of llama-bench")
     parser.add_argument("--option", action="append", default=[], help="FIELD=VALUE of jaxserve's EngineConfig")
     parser.add_argument("--json", type=Path)
@@ -257,6 +257,9 @@ def main() -> None:
     unknown = set(arguments.measures.split(",")) - MEASURES.keys()
     if unknown:
         parser.error(f"unknown measures {', '.join(sorted(unknown))}; there are: {', '.join(MEASURES)}")
+    several = [name for name in arguments.measures.split(",") if MEASURES[name].concurrency > 1]
+    if "llama-bench" in arguments.peers.split(",") and several:
+        parser.error(f"llama-bench has one stream; it cannot take part in {', '.join(several)}")
     workload = json.loads(arguments.workload.read_text(encoding="utf-8"))
     names = arguments.peers.split(",")
     commands = [(name, *peer_command(name, arguments)) for name in names]

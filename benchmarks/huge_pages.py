@@ -59,7 +59,8 @@ def serve_rates(model: str, uses_huge_pages: bool) -> dict[str, float]:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True))
         return num_rows * counted / (time.perf_counter() - start)
 
-    rate(1, 24, 32, 32), rate(16, 24, 16, 16)
+    rate(1, 24, 32, 32)
+    rate(16, 24, 16, 16)
     found = {
         "decode, 1 row, tok/s": statistics.median(rate(1, 24, 128, 128) for _ in range(4)),
         "decode, 16 rows, tok/s": statistics.median(rate(16, 24, 64, 64) for _ in range(3)),
@@ -79,6 +80,9 @@ def main() -> None:
         is_huge = options.child == "huge"
         print("\n" + json.dumps(read_rates(is_huge) | serve_rates(options.model, is_huge)))
         return
+    setting = huge_pages.SETTING
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        sys.exit(f"{setting}: allowed: madvise, or both variants would have the same pages")
     rounds: dict[str, list[dict[str, float]]] = {"small": [], "huge": []}
     for _ in range(options.rounds):
         for name, found in rounds.items():

@@ -21,7 +21,7 @@ def main() -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     for field in source.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in _WRITTEN_ANEW:
-            kind, *_, last = field.types[0], field.types[-1]
+            kind, last = field.types[0], field.types[-1]
             is_array = kind == gguf.GGUFValueType.ARRAY
             writer.add_key_value(field.name, field.contents(), kind, last if is_array else None)
     for tensor in source.tensors:

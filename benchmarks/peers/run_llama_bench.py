@@ -1,5 +1,8 @@
 """llama.cpp's own benchmark, one stream. It samples nothing and makes no text: what it says is an upper bound.
 
+Each test is a process that loads the model anew: only the times of prompts and tokens mean anything, not the seconds
+of a run.
+
 python run_llama_bench.py --program llama-bench --model model.gguf
 """
 

@@ -108,7 +108,7 @@ def time_steps(
     engine: Engine, timer: StepTimer, *, rounds: int = 2, seed: int = 0, part: int = 0, parts: int = 1
 ) -> list[TimedStep]:
     """Serve every shape `rounds` times; their steps. With `parts`, only one shape in so many, from number `part` on: of
-    two parts, each has prompts for every bucket."""
+    two parts, each has prompts for every bucket above 2, which decodes fill."""
     geometry = engine.scheduler.geometry
     source = TokenSource((1 << 30, seed), engine.model.vocab_size)
     shapes = [(1, size, _OUTPUTS_ALONE) for size in _lone_prompts(timer.runner.shapes.token_buckets)]

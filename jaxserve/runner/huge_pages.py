@@ -10,8 +10,10 @@ are. See madvise(2): MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1; older kernel
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,11 +24,12 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
+_PART = 1 << 26
 _SMALLEST_GAP = 1 << 16  # of unrelated memory between arrays that are moved together
-_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def move_to_huge_pages(arrays: Iterable[jax.Array], setting: Path = _SETTING) -> int:
+def move_to_huge_pages(arrays: Iterable[jax.Array], setting: Path = SETTING) -> int:
     """Ask for huge pages below arrays of the CPU, whose values and addresses stay; bytes for which the system agreed,
     0 where there are none: another system, another platform, or an administrator who said never."""
     try:
@@ -36,14 +39,19 @@ def move_to_huge_pages(arrays: Iterable[jax.Array], setting: Path = _SETTING) ->
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    moved = 0
+    begin, moved, asked = time.monotonic(), 0, 0
     for start, end in _whole_huge_pages(_ranges(arrays)):
-        if libc.madvise(start, end - start, _MADV_HUGEPAGE):
+        asked += end - start
+        # ENOMEM: a hole between arrays that were taken as one; all else in the range is done.
+        if libc.madvise(start, end - start, _MADV_HUGEPAGE) and ctypes.get_errno() != errno.ENOMEM:
             logger.debug("no huge pages for %d bytes: errno %d", end - start, ctypes.get_errno())
             continue
         moved += end - start
-        if libc.madvise(start, end - start, _MADV_COLLAPSE):
-            logger.debug("%d bytes were not moved to huge pages now: errno %d", end - start, ctypes.get_errno())
+        # In parts, since one that finds no memory ends the call.
+        for first in range(start, end, _PART):
+            if libc.madvise(first, min(_PART, end - first), _MADV_COLLAPSE):
+                logger.debug("not moved to huge pages now: %d bytes, errno %d", _PART, ctypes.get_errno())
+    logger.info("huge pages below %d of %d MiB of arrays, %.2f s", moved >> 20, asked >> 20, time.monotonic() - begin)
     return moved
 
 

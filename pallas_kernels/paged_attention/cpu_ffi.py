@@ -187,7 +187,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
     load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
     softmax_row, clear_row = make_softmax_row(head_dim), make_clear_row(head_dim)
     score_product = make_product(TILE // LANES, block_vectors)
-    tile_product = make_product(head_dim // LANES, min(block_vectors, head_dim // LANES))
+    tile_product = make_product(head_dim // LANES, block_vectors)
     value_product = make_value_product(head_dim, kind, block_vectors)
     row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
 
@@ -229,6 +229,9 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
         cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
         position, rows = load_i64(unit, UNIT_POSITION), load_i64(unit, UNIT_COUNT) * group
         first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        # Values that one register block uses are read where they lie; without wide vectors that would turn every
+        # token's address and scale into work of each column.
+        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1
         for r in range(rows):
             clear_row(sums + r * head_bytes, states + 8 * r)
         start = max(index * SEGMENT, first // TILE * TILE)
@@ -238,7 +241,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
                     load_keys(here + 8 * u, ahead + 8 * u, keys + 4 * u, pages, scales)
-                    if rows > MAX_BLOCK_ROWS:
+                    if has_value_tile:
                         load_values(here + 8 * u, ahead + 8 * u, page_size, values + u * head_bytes, pages, scales)
             for r in range(0, rows, MAX_BLOCK_ROWS):
                 block = min(MAX_BLOCK_ROWS, rows - r)
@@ -256,7 +259,7 @@ def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
                         scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
                         max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
                     )  # fmt: skip
-                if rows > MAX_BLOCK_ROWS:
+                if has_value_tile:
                     tile_product(
                         block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
                     )

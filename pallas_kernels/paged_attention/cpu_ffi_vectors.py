@@ -31,7 +31,7 @@ from numba.core import cgutils
 
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
-FETCHED_TO = 2  # the second cache: the first is full with this tile and where it comes from
+LOCALITY_SECOND_CACHE = 2  # for tiles that are fetched: the first cache is full with this one and its source
 _INT, _FLOAT = types.intp, types.float32
 LoadRow = Callable[[ir.Value, ir.Value, int], list[ir.Value]]  # (row, column, vectors): those of a matrix
 
@@ -140,7 +140,7 @@ def make_load_keys(head_dim: int, kind: str) -> Any:
             target = b.add(keys, b.mul(d, e.const(4 * TILE)))
             with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
                 for address in nexts:
-                    e.prefetch(b.add(address, offset), locality=FETCHED_TO)
+                    e.prefetch(b.add(address, offset), locality=LOCALITY_SECOND_CACHE)
             if group > 1:
                 columns = e.transpose([e.load(b.add(row, offset), INT_VECTOR, size) for row in rows])
                 columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
@@ -183,7 +183,7 @@ def _emit_values(
     offset = b.add(b.mul(page_size, e.const(head_dim * size)), b.mul(start, e.const(size)))
     row, fetched = b.add(key, offset), b.add(e.load(b.add(ahead, place), I64, 8), offset)
     for byte in range(0, LANES * width * size, 64):
-        e.prefetch(e.at(fetched, byte), locality=FETCHED_TO)
+        e.prefetch(e.at(fetched, byte), locality=LOCALITY_SECOND_CACHE)
     vectors = [e.load_as_float(e.at(row, LANES * j * size), kind) for j in range(width)]
     if kind not in CODES:
         return vectors
