@@ -44,19 +44,19 @@ def make_write_row(head_dim: int, kind: str) -> Any:
 
     def emit(e: Emitter, source: ir.Value, target: ir.Value, scale: ir.Value) -> None:
         size = ELEMENT_BYTES[kind]
-        divisor = _emit_scale(e, head_dim, kind, source, scale) if kind in CODES else None
+        factor = _emit_scale(e, head_dim, kind, source, scale) if kind in CODES else None
         for d in range(0, head_dim, LANES):
             value = e.load(e.at(source, 4 * d))
-            if divisor is None:
+            if factor is None:
                 e.store_as(value, e.at(target, size * d), kind)
             else:
-                e.store(_emit_codes(e, e.b.fdiv(value, divisor), kind), e.at(target, d), 1)
+                e.store(_emit_codes(e, e.b.fmul(value, factor), kind), e.at(target, d), 1)
 
     return void_intrinsic((_INT, _INT, _INT), emit)
 
 
 def _emit_scale(e: Emitter, head_dim: int, kind: str, source: ir.Value, scale: ir.Value) -> ir.Value:
-    """Store the scale of a vector, as quantized_pages.quantize has it; returns what to divide by, 16 times."""
+    """Store the scale of a vector, as quantized_pages.quantize has it; returns its inverse, 16 times."""
     b, top = e.b, None
     magnitude = ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES)
     for d in range(0, head_dim, LANES):
@@ -69,7 +69,8 @@ def _emit_scale(e: Emitter, head_dim: int, kind: str, source: ir.Value, scale: i
         highest = b.select(b.icmp_signed(">", bits, highest), bits, highest)
     value = b.fmul(b.bitcast(highest, FLOAT), ir.Constant(FLOAT, np.float32(1 / CODES[kind][1])))
     e.store(value, scale)
-    return e.splat(b.select(b.fcmp_ordered(">", value, ir.Constant(FLOAT, 0.0)), value, ir.Constant(FLOAT, 1.0)))
+    one = ir.Constant(FLOAT, 1.0)
+    return e.splat(b.fdiv(one, b.select(b.fcmp_ordered(">", value, ir.Constant(FLOAT, 0.0)), value, one)))
 
 
 def _emit_codes(e: Emitter, scaled: ir.Value, kind: str) -> ir.Value:

@@ -59,8 +59,10 @@ def quantize(values: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     is the largest of the codes."""
     largest = CODES[code_kind(dtype)][1]
     scales = jnp.max(jnp.abs(values), axis=-1) * (1 / largest)
-    scaled = values / jnp.where(scales > 0, scales, 1.0)[..., None]
+    # Not a division of each value: XLA turns that into this product in some programs and not in others, and a code
+    # must not depend on the program.
+    scaled = values * (1.0 / jnp.where(scales > 0, scales, 1.0))[..., None]
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
-    # A division may end a rounding error above the limit, which is NaN in float8_e4m3fn.
+    # The product may end a rounding error above the limit, which is NaN in float8_e4m3fn.
     return jnp.clip(scaled, -largest, largest).astype(dtype), scales

@@ -33,7 +33,7 @@ def store(values: np.ndarray, page_dtype: str) -> np.ndarray:
         return values.astype(FLOATS[page_dtype])
     dtype, largest = CODES[page_dtype]
     scales = np.abs(values).max(axis=-1, keepdims=True) * np.float32(1 / largest)
-    scaled = values / np.where(scales > 0, scales, 1)
+    scaled = values * (np.float32(1) / np.where(scales > 0, scales, np.float32(1)))
     codes = (np.rint(scaled) if page_dtype == "int8" else np.clip(scaled, -largest, largest)).astype(dtype)
     return np.concatenate([codes.view(np.uint8), scales.view(np.uint8)], axis=-1)
 
