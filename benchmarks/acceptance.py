@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import PAGE_DTYPES, QUANTIZATIONS
+from jaxserve.config import PAGE_DTYPES
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 SPLIT_GAP = 1e-4  # a smaller gap between the two best logits may be decided by rounding
@@ -104,14 +104,13 @@ def make_scorer(
     *,
     page_dtype: str = "auto",
     weights: str = "dense",
-    quantization: str = "",
     by_token: bool = False,
 ) -> Callable[[list[int]], np.ndarray]:
     """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages.
 
-    page_dtype               "auto": dtype
-    weights, quantization    as load_model takes them
-    by_token                 one token a step, as one stream is decoded, which takes other products than long prompts
+    page_dtype    "auto": dtype
+    weights       as load_model takes it
+    by_token      one token a step, as one stream is decoded, which takes other products than long prompts
     """
     import jax
     import jax.numpy as jnp
@@ -131,7 +130,7 @@ def make_scorer(
         attention=resolve_attention_backend("auto", "cpu"),
         matmul=resolve_matmul_backend("auto", "cpu"),
     )
-    network = load_model(source, config, runtime, weights=weights, quantization=quantization)
+    network = load_model(source, config, runtime, weights=weights)
     num_pages = -(-longest // 16) + 1
     size = 1 if by_token else (num_pages - 1) * 16
 
@@ -174,15 +173,13 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
     rows = json.loads(Path(options.fixture).read_text())["rows"]
     longest = max(len(row["prompt"]) + len(row["tokens"]) for row in rows)
     exact = make_scorer(options.model, "float32", longest)
-    quantization = "" if options.quantization == "none" else options.quantization
     rough = make_scorer(
         options.model,
         "bfloat16",
         longest,
         page_dtype=options.page_dtype,
         weights=options.weights,
-        quantization=quantization,
-        by_token=options.weights == "stored" or bool(quantization),
+        by_token=options.weights == "stored",
     )
     divergence: list[float] = []
     agreed = 0
@@ -194,10 +191,8 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     mean, share = float(np.mean(divergence)), agreed / len(divergence)
     what = {"dense": "bfloat16", "stored": "weights in blocks, token by token"}[options.weights]
-    what += f", quantised to {quantization}" if quantization else ""
     what += "" if options.page_dtype == "auto" else f", {options.page_dtype} pages"
-    # fp8 has 3 bits of mantissa; quantising anew loses what a checkpoint's own blocks were trained or fitted to keep.
-    limit = 1e-2 if options.page_dtype == "fp8" or quantization else 2e-3
+    limit = 1e-2 if options.page_dtype == "fp8" else 2e-3  # fp8 has 3 bits of mantissa
     report.check(
         mean <= limit and share >= 0.97,
         f"{what}, beside float32 over {len(divergence)} positions: mean KL {mean:.2e} (at most {limit:.0e}), "
@@ -316,10 +311,7 @@ def main() -> None:
     parser.add_argument("--fixture", default=str(FIXTURES / "smollm2_135m_greedy.json"))
     parser.add_argument("--page-dtype", default="auto", choices=PAGE_DTYPES, help="of K/V, in the quality check")
     parser.add_argument("--weights", default="dense", choices=("dense", "stored"), help="in the quality check")
-    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="in the quality check")
     options = parser.parse_args()
-    if options.weights == "stored" and options.quantization != "none":
-        parser.error("--weights stored keeps the file's blocks, --quantization makes others: allowed: one of the two")
     report = Report()
     CHECKS[options.check](options, report)
     sys.exit(1 if report.num_failed else 0)

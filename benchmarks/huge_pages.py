@@ -49,7 +49,7 @@ def read_rates(uses_huge_pages: bool) -> dict[str, float]:
 def serve_rates(model: str, uses_huge_pages: bool) -> dict[str, float]:
     """Tokens per second of decodes at one row and at 16, and of prompts."""
     if not uses_huge_pages:
-        runner.move_to_huge_pages = lambda arrays: 0
+        runner.start_on_huge_pages = lambda weights, zeros: None
     llm = LLM(model, max_num_rows=16, max_model_len=1024, progress=False)
     rng = np.random.default_rng(0)
 

@@ -32,7 +32,7 @@ from jaxserve.runner.buckets import StepShapes, sample_ladder, token_ladder
 from jaxserve.runner.deterministic import keep_equal_buckets
 from jaxserve.runner.device import DeviceState, StepHandle, StepRunner
 from jaxserve.runner.host_link import HostLink, address_of
-from jaxserve.runner.huge_pages import move_to_huge_pages
+from jaxserve.runner.huge_pages import start_on_huge_pages
 from jaxserve.runner.placement import place_on_mesh, write_expert_load
 from jaxserve.runner.planned_step import PlannedSamples, PlannedStep
 from jaxserve.runner.sharded_device import ShardedHandle, ShardedState, ShardedStepRunner
@@ -165,7 +165,7 @@ class ModelRunner:
         max_model_len = min(max_model_len, shapes.pages_per_row * shapes.page_size)
         programs = make_programs(model, shapes, options, mesh, hidden_size=model_config.hidden_size)
         state = DeviceState(programs.pages, shapes) if mesh is None else ShardedState(programs)
-        move_to_huge_pages(jax.tree.leaves((programs.model.leaves, state.pages)))
+        start_on_huge_pages(programs.model.leaves, jax.tree.leaves(state.pages))
         eos = frozenset(int(token) for token in eos_token_ids)
         compiled: dict[Any, Any] = {} if is_ready else _CompileOnUse(programs)
 

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jaxserve.pallas_kernels.backend import cpu_tiles_available
+from cpu_marks import needs_cpu_tiles
 
 from jaxserve import LLM, SamplingParams
 
 ROWS = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_135m_greedy.json").read_text())["rows"]
 SHORT = [row for row in ROWS if len(row["prompt"]) <= 80]
 SPLIT_GAP = 1e-4
-# Elsewhere bfloat16 products depend on the number of rows. (pytest wants a reason even where there is none.)
-needs_cpu_tiles = pytest.mark.skipif(not cpu_tiles_available()[0], reason=cpu_tiles_available()[1] or "-")
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jaxserve.pallas_kernels.backend import cpu_ffi_available, cpu_tiles_available
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from stored_pages import load, store, unwritten
-
-# The CPU kernels need numba and a processor and jaxlib that they know; the reason says which is missing.
-needs_cpu_ffi = pytest.mark.skipif(not cpu_ffi_available()[0], reason=cpu_ffi_available()[1] or "-")
-needs_cpu_tiles = pytest.mark.skipif(not cpu_tiles_available()[0], reason=cpu_tiles_available()[1] or "-")
 
 
 @dataclasses.dataclass(frozen=True)

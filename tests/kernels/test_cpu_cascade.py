@@ -7,10 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
-from ragged_cases import Case, Row, make_case, needs_cpu_ffi
+from ragged_cases import Case, Row, make_case
 from test_paged_attention import assert_right, run
 
 pytestmark = needs_cpu_ffi

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi
 from jaxserve.pallas_kernels import backend as backends
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
-from ragged_cases import Row, make_case, needs_cpu_ffi
+from ragged_cases import Row, make_case
 
 pytestmark = needs_cpu_ffi
 

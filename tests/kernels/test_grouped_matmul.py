@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.grouped_matmul import xla
 from jaxserve.pallas_kernels.grouped_matmul.api import grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight, dequantize, row_bytes
-from ragged_cases import needs_cpu_ffi
 
 FORMS = {
     "reference": grouped_matmul_reference,

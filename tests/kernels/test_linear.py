@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi, needs_cpu_tiles
 from jaxserve.pallas_kernels.backend import cpu_tiles_available
 from jaxserve.pallas_kernels.matmul.api import linear, take_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
@@ -23,7 +24,6 @@ from jaxserve.pallas_kernels.matmul.quantized import (
     joined,
     quantize_int8,
 )
-from ragged_cases import needs_cpu_ffi, needs_cpu_tiles
 
 BACKENDS = [
     "xla",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi
 from jaxserve.pallas_kernels.matmul.api import linear_per_head
-from ragged_cases import needs_cpu_ffi
 
 BACKENDS = [
     "xla",

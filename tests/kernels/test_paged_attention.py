@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_marks import needs_cpu_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.paged_attention.api import (
@@ -19,9 +20,10 @@ from jaxserve.pallas_kernels.paged_attention.api import (
     paged_attention,
     writes_in_place,
 )
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import code_kind, quantize
 from jaxserve.pallas_kernels.pages import abstract_pages
-from ragged_cases import Case, Row, make_case, needs_cpu_ffi
-from stored_pages import from_device, to_device
+from ragged_cases import Case, Row, make_case
+from stored_pages import from_device, store, to_device
 
 BACKENDS = [
     "reference",
@@ -88,6 +90,17 @@ specs = st.builds(
     cap=st.sampled_from([0.0, 0.0, 2.0, 30.0]),
     sinks=st.booleans(),
 )
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_codes_of_many_values(dtype, compiled):
+    """So many that some lie a rounding error from the border of two codes: every program takes the same one."""
+    values = np.random.default_rng(0).standard_normal((200_000, 64)).astype(np.float32)
+    function = functools.partial(quantize, dtype=dtype)
+    codes, scales = (jax.jit(function) if compiled else function)(values)
+    stored = np.concatenate([np.asarray(codes).view(np.uint8), np.asarray(scales)[:, None].view(np.uint8)], axis=-1)
+    np.testing.assert_array_equal(stored, store(values, code_kind(dtype)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.runner import huge_pages
-from jaxserve.runner.huge_pages import HUGE_PAGE, move_to_huge_pages
+from jaxserve.runner.huge_pages import HUGE_PAGE, move_to_huge_pages, start_on_huge_pages
 
 ALLOWED = "always [madvise] never\n"
 
@@ -39,10 +39,27 @@ def test_values_and_addresses_stay(setting):
     np.testing.assert_array_equal(small, np.arange(10))
 
 
+def test_zeros_are_taken_anew_and_what_lies_between_stays(setting):
+    """Neighbours in memory: what is no zero array, and malloc's own words, must survive."""
+    make = jax.jit(lambda: tuple(jnp.full(HUGE_PAGE // 2 + 1000, fill, jnp.float32) for fill in (0, 1, 0, 2, 0)))
+    arrays = jax.block_until_ready(make())
+    zeros, weights = arrays[::2], arrays[1::2]
+    addresses = [array.unsafe_buffer_pointer() for array in arrays]
+    thread = start_on_huge_pages(weights, zeros, setting(ALLOWED))
+    assert thread is not None
+    used = jax.jit(lambda x: x + 3, donate_argnums=0)(zeros[0])  # before the thread is through
+    thread.join()
+    assert [array.unsafe_buffer_pointer() for array in (*weights, *zeros[1:])] == addresses[1::2] + addresses[2::2]
+    for array, fill in zip((used, *weights, *zeros[1:]), (3, 1, 2, 0, 0), strict=True):
+        np.testing.assert_array_equal(array, np.full(array.shape, fill, np.float32))
+
+
 @pytest.mark.parametrize("text", ["always madvise [never]\n", None])
 def test_nothing_moves_where_the_system_has_none(setting, tmp_path, text):
     path = tmp_path / "missing" if text is None else setting(text)
-    assert move_to_huge_pages([jnp.zeros(HUGE_PAGE, jnp.float32)], path) == 0
+    array = jnp.zeros(HUGE_PAGE, jnp.float32)
+    assert move_to_huge_pages([array], path) == 0
+    assert start_on_huge_pages([array], [array], path) is None
 
 
 def test_every_shard_is_found():
