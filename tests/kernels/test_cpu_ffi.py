@@ -28,8 +28,6 @@ pytestmark = needs_cpu_ffi
 AVX2 = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+popcnt,+sse4.2,+cx16"
 
 _ON_A_NARROW_CPU = """
-import sys
-sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from jaxserve.pallas_kernels.cpu_ffi.support import has_wide_vectors
 from jaxserve.pallas_kernels.matmul.api import linear
@@ -54,9 +52,10 @@ print("right")
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 def test_right_without_avx512(tmp_path):
-    env = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2, "XDG_CACHE_HOME": str(tmp_path)}
-    script = _ON_A_NARROW_CPU.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2, "XDG_CACHE_HOME": str(tmp_path)}
+    env = {**os.environ, **narrow, "PYTHONPATH": os.pathsep.join(sys.path)}  # test modules import each other
+    command = [sys.executable, "-c", _ON_A_NARROW_CPU]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "right", done.stderr[-3000:]
 
     # The code is kept for the next process, in a folder that nobody else can write to; a damaged file is
@@ -67,7 +66,7 @@ def test_right_without_avx512(tmp_path):
     assert len(files) >= 4
     files[0].write_bytes(files[0].read_bytes()[:-1] + b"?")
     times = [path.stat().st_mtime_ns for path in files]
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "right", done.stderr[-3000:]
     changed = [path.stat().st_mtime_ns != time for path, time in zip(files, times)]
     assert changed == [True] + [False] * (len(files) - 1)
