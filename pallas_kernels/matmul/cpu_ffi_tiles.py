@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
-    I32,
     U8,
     atomic_add,
     free,
@@ -39,19 +38,30 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     wait_for,
 )
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
-from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import (
+    LINE,
+    ROWS,
+    STEP,
+    TILE_BYTES,
+    W_TILES,
+    X_TILES,
+    Tiles,
+    configure_tiles,
+    emit_pairs,
+    emit_row_starts,
+    emit_transposed_sums,
+    release_tiles,
+)
+from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, Emitter, emit_loop, void_intrinsic
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
-from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_registers import LINE, ROWS, W_TILES, X_TILES, Tiles
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import SCALE_BYTES, ExpandTile, make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
 
-STEP = 32  # values of k of a tile; k must be a multiple
-_TILE_BYTES = ROWS * LINE
 _PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
-_BUFFER_BYTES = _PAIR * _TILE_BYTES  # the expanded weights of one step; two of them
-_SCRATCH_BYTES = _PAIR * _PAIR * _TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
+_BUFFER_BYTES = _PAIR * TILE_BYTES  # the expanded weights of one step; two of them
+_SCRATCH_BYTES = _PAIR * _PAIR * TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
 _ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
@@ -89,21 +99,13 @@ def _make_pack() -> Any:
 
     def emit(e: Emitter, x, x_stride, rows, k, target) -> None:
         b = e.b
-        last = b.sub(rows, e.const(1))
-        starts = []
-        for row in range(ROWS):
-            index = b.select(b.icmp_signed("<", e.const(row), last), e.const(row), last)
-            starts.append(b.add(x, b.mul(index, x_stride)))
-        both = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+        starts = emit_row_starts(e, x, x_stride, rows)
         with emit_loop(e, 0, k, STEP) as (i, _):
             offset = b.mul(i, e.const(4))
-            vectors = []
-            for start in starts:
-                halves = [e.to_bf16(e.load(e.at(b.add(start, offset), 4 * half))) for half in (0, LANES)]
-                vectors.append(b.bitcast(b.shuffle_vector(*halves, both), INT_VECTOR))
-            tile = b.add(target, b.mul(i, e.const(_TILE_BYTES // STEP)))
-            for pair, vector in enumerate(e.transpose(vectors)):
-                e.store(vector, e.at(tile, LINE * pair), LINE)
+            halves = [
+                [e.to_bf16(e.load(e.at(b.add(start, offset), 4 * half))) for half in (0, LANES)] for start in starts
+            ]
+            emit_pairs(e, halves, b.add(target, b.mul(i, e.const(TILE_BYTES // STEP))))
 
     return void_intrinsic((types.intp,) * 5, emit)
 
@@ -165,7 +167,7 @@ def _make_product(expand_tile: ExpandTile | None) -> Any:
             b.position_at_end(block)
             sums = _emit_sums(e, expand_tile, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
             for (output, row), tile in sums.items():
-                Tiles(e).store(tile, e.at(scratch, (_PAIR * output + row) * _TILE_BYTES), LINE)
+                Tiles(e).store(tile, e.at(scratch, (_PAIR * output + row) * TILE_BYTES), LINE)
             b.branch(done)
         b.position_at_end(done)
         _emit_transposed(e, outputs, blocks, y, y_stride, rows, scratch)
@@ -194,13 +196,13 @@ def _emit_sums(
     w_tiles, x_tiles = W_TILES[:outputs], X_TILES[:blocks]
     columns = 1 if x_stride is None else ROWS
     w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
-    buffers = e.at(scratch, _PAIR * _PAIR * _TILE_BYTES)
+    buffers = e.at(scratch, _PAIR * _PAIR * TILE_BYTES)
     space = e.at(buffers, 2 * _BUFFER_BYTES)
 
     def buffer_of(count: ir.Value, n: int) -> ir.Value:
         """Where tile n of a step is expanded: two places in turn; what was just written cannot be loaded at once."""
         place = b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES))
-        return e.at(b.add(buffers, place), n * _TILE_BYTES)
+        return e.at(b.add(buffers, place), n * TILE_BYTES)
 
     def expand(i: ir.Value, count: ir.Value, n: int) -> None:
         expand_tile(e, w_starts[n], w_stride, i, k, buffer_of(count, n), e.const(LINE), space)
@@ -243,14 +245,10 @@ def _emit_transposed(
     """The sums in scratch, [outputs, rows] tile by tile, to y."""
     b = e.b
     with emit_loop(e, 0, outputs, 1) as (n, _), emit_loop(e, 0, blocks, 1) as (m, _):
-        tile = b.add(scratch, b.mul(b.add(b.mul(n, e.const(_PAIR)), m), e.const(_TILE_BYTES)))
-        columns = e.transpose([e.load(e.at(tile, LINE * row), VECTOR, LINE) for row in range(ROWS)])
+        tile = b.add(scratch, b.mul(b.add(b.mul(n, e.const(_PAIR)), m), e.const(TILE_BYTES)))
         out = b.add(b.add(y, b.mul(y_stride, b.mul(m, e.const(ROWS)))), b.mul(n, e.const(LINE)))
         is_last = b.icmp_signed("==", b.add(m, e.const(1)), blocks)
-        count = b.select(is_last, rows, e.const(ROWS))
-        for row, column in enumerate(columns):
-            with b.if_then(b.icmp_signed("<", e.const(row), count)):
-                e.store(column, b.add(out, b.mul(y_stride, e.const(row))))
+        emit_transposed_sums(e, tile, out, y_stride, b.select(is_last, rows, e.const(ROWS)))
 
 
 def _make_expand(kind: str) -> Any:
@@ -280,15 +278,12 @@ def _make_fetch() -> Any:
 
 @jit
 def _packed_bytes(k):
-    return k * (_TILE_BYTES // STEP)
+    return k * (TILE_BYTES // STEP)
 
 
 def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
     pack, round_one, product, fetch = _make_pack(), _make_round(), _make_product(None), _make_fetch()
-    configure, configure_one = (
-        void_intrinsic((), lambda e, columns=columns: Tiles(e).configure(columns)) for columns in (ROWS, 1)
-    )
-    release = void_intrinsic((), lambda e: Tiles(e).release())
+    configure_one = void_intrinsic((), lambda e: Tiles(e).configure(1))
     is_dense = kind == "bfloat16"
     w_type, slab = BF16 if is_dense else U8, _PAIR * ROWS  # outputs computed together
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
@@ -356,7 +351,7 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         if rows == 1:
             configure_one()
         else:
-            configure()
+            configure_tiles()
         for n in range(first, last, slab):
             weights = w + n * stored
             if rows == 1:
@@ -383,7 +378,7 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
                     min(ROWS, rows - (m + count - 1) * ROWS), scratch,
                     w + (n + slab) * stored + m // _PAIR * (k // STEP) * fetch_step, fetch_step,
                 )  # fmt: skip
-        release()
+        release_tiles()
 
     @named(name)
     def finish(frame, plan):

@@ -34,6 +34,8 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     load_i32,
     load_i64,
     ret,
+    stack,
+    store_f32,
     store_i64,
 )
 from jaxserve.pallas_kernels.cpu_ffi.parallel import (
@@ -41,8 +43,9 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     register_handler,
     wait_for,
 )
-from jaxserve.pallas_kernels.cpu_ffi.support import has_wide_vectors
-from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES, MASKED
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles, has_wide_vectors
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import ROWS, STEP
+from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES, MASKED, exp_in_place
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_cascade import RECORD_UNIT, record_of
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_K,
@@ -51,12 +54,9 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_SCALES,
     ARG_SINKS,
     ARG_SLOTS,
-    ARG_TABLE,
     ARG_V,
     ATTR_HAS_SINKS,
     ATTR_SCALE,
-    ATTR_SOFTCAP,
-    ATTR_WINDOW,
     ITEM_BYTES,
     ITEM_SEGMENT,
     ITEM_STOP,
@@ -72,7 +72,6 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     RET_OUT,
     RET_PAGES,
     RET_SCALES,
-    SCORE_BYTES,
     SEGMENT,
     UNIT_BYTES,
     UNIT_COUNT,
@@ -82,34 +81,32 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     UNIT_LEFT,
     UNIT_MEMBERS,
     UNIT_PARTS,
-    UNIT_POSITION,
     UNIT_RECORDS,
-    UNIT_ROW,
     UNIT_TOKEN,
     WRITE_TOKENS,
     align,
-    clamp,
     group_of,
     page_size_of,
 )
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import make_plan
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_segment import (
+    SegmentKernel,
+    make_tile_kernel,
+    make_vector_kernel,
+)
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
-    MAX_BLOCK_ROWS,
     TILE,
     make_clear_row,
     make_finish_row,
-    make_load_keys,
-    make_load_values,
     make_merge_row,
-    make_product,
     make_scale_row,
-    make_softmax_row,
-    make_value_product,
     make_write_row,
 )
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES, Pages, QuantizedPages, code_kind
 from jaxserve.pallas_kernels.paged_attention.spec import AttentionSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+
+_LANE_BYTES = LANES * 4
 
 
 def paged_attention_cpu(
@@ -131,7 +128,7 @@ def paged_attention_cpu(
         parts, kind = [pages.codes, pages.scales], code_kind(pages.dtype)
         aliases[ARG_SCALES] = RET_SCALES
     call = jax.ffi.ffi_call(
-        _handler(spec.head_dim, kind),
+        _handler(spec.head_dim, kind, parts[0].shape[3]),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts)],
         input_output_aliases=aliases,
     )
@@ -150,10 +147,15 @@ def paged_attention_cpu(
 
 
 @functools.cache
-def _handler(head_dim: int, kind: str) -> str:
+def _handler(head_dim: int, kind: str, page_size: int) -> str:
+    has_tiles = kind == "bfloat16" and page_size % ROWS == 0 and head_dim % STEP == 0 and has_bf16_tiles()
     block_vectors = TILE // LANES if has_wide_vectors() else 1
-    name = f"jaxserve_paged_attention_d{head_dim}_{kind}_b{block_vectors}"
-    return register_handler(name, lambda: _make_handler(name, head_dim, kind, block_vectors))
+    name = f"jaxserve_paged_attention_d{head_dim}_{kind}_{'tiles' if has_tiles else f'b{block_vectors}'}"
+
+    def make_kernel() -> SegmentKernel:
+        return make_tile_kernel(head_dim) if has_tiles else make_vector_kernel(head_dim, kind, block_vectors)
+
+    return register_handler(name, lambda: _make_handler(name, head_dim, kind, make_kernel()))
 
 
 def _make_write(head_dim: int, kind: str) -> Any:
@@ -182,94 +184,6 @@ def _make_write(head_dim: int, kind: str) -> Any:
     return write
 
 
-def _make_segment(head_dim: int, kind: str, block_vectors: int) -> Any:
-    tag = f"d{head_dim}_{kind}_b{block_vectors}"
-    load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
-    softmax_row, clear_row = make_softmax_row(head_dim), make_clear_row(head_dim)
-    score_product = make_product(TILE // LANES, block_vectors)
-    tile_product = make_product(head_dim // LANES, block_vectors)
-    value_product = make_value_product(head_dim, kind, block_vectors)
-    row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
-
-    @named(tag)
-    def find_tokens(frame, unit, start, addresses):
-        """Addresses of the K rows of TILE tokens from `start` on. Tokens outside the unit's context, whose slots
-        may never have been written, read the dummy page: their scores are masked, and sums leave them out."""
-        page_size, kv_heads = page_size_of(frame), dim(arg(frame, ARG_K), 1)
-        num_pages, width = dim(arg(frame, ARG_PAGES), 0), dim(arg(frame, ARG_TABLE), 1)
-        table = data(arg(frame, ARG_TABLE)) + load_i64(unit, UNIT_ROW) * width * 4
-        pages, head = data(arg(frame, ARG_PAGES)), load_i64(unit, UNIT_HEAD)
-        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
-        position = start
-        while position < start + TILE:
-            stop = min(start + TILE, (position // page_size + 1) * page_size)
-            if position >= end or stop <= first:
-                for p in range(position, stop):
-                    store_i64(addresses, 8 * (p - start), pages)
-            else:
-                # Clamped: a damaged table must not crash the process.
-                page = clamp(load_i32(table, 4 * (position // page_size)), 0, num_pages - 1)
-                base = pages + ((page * kv_heads + head) * 2 * page_size) * row_bytes
-                for p in range(position, stop):
-                    inside = first <= p < end
-                    store_i64(addresses, 8 * (p - start), base + (p % page_size) * row_bytes if inside else pages)
-            position = stop
-
-    @named(tag)
-    def segment(frame, unit, index, scratch, unit_rows, sums, states):
-        """The softmax of one segment for all query rows of the unit, into sums [rows, D] and states [rows, 2].
-        The scaled queries lie at the start of `scratch`."""
-        scores = scratch + 3 * unit_rows * head_bytes
-        keys = scores + SCORE_BYTES
-        values = keys + TILE * head_bytes
-        here = values + TILE * head_bytes + 2 * align(unit_rows * 8)
-        ahead = here + 8 * TILE
-        group, page_size = group_of(frame), page_size_of(frame)
-        pages, scales = data(arg(frame, ARG_PAGES)), data(arg(frame, ARG_SCALES)) if has_scales else 0
-        cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
-        position, rows = load_i64(unit, UNIT_POSITION), load_i64(unit, UNIT_COUNT) * group
-        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
-        # Values that one register block uses are read where they lie; without wide vectors that would turn every
-        # token's address and scale into work of each column.
-        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1
-        for r in range(rows):
-            clear_row(sums + r * head_bytes, states + 8 * r)
-        start = max(index * SEGMENT, first // TILE * TILE)
-        find_tokens(frame, unit, start, here)
-        for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
-            find_tokens(frame, unit, tile + TILE, ahead)
-            for u in range(0, TILE, LANES):
-                if tile + u < end and tile + u + LANES > first:
-                    load_keys(here + 8 * u, ahead + 8 * u, keys + 4 * u, pages, scales)
-                    if has_value_tile:
-                        load_values(here + 8 * u, ahead + 8 * u, page_size, values + u * head_bytes, pages, scales)
-            for r in range(0, rows, MAX_BLOCK_ROWS):
-                block = min(MAX_BLOCK_ROWS, rows - r)
-                # Tokens that some row of the block sees; rows are ordered by token.
-                low = max(0, position + r // group - window + 1 - tile) if window > 0 else 0
-                high = min(TILE, position + (r + block - 1) // group + 1 - tile)
-                if high <= low:
-                    continue
-                score_product(
-                    block, scratch + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4, 0, head_dim, 0
-                )
-                for i in range(block):
-                    at = position + (r + i) // group - tile
-                    softmax_row(
-                        scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
-                        max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
-                    )  # fmt: skip
-                if has_value_tile:
-                    tile_product(
-                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
-                    )
-                else:
-                    value_product(block, scores, here, ahead, page_size, pages, scales, sums, low, high)
-            here, ahead = ahead, here
-
-    return segment
-
-
 @jit
 def member_unit(unit, place):
     """The unit, of the same kv head, of the row at `place` in a shared unit."""
@@ -277,9 +191,10 @@ def member_unit(unit, place):
     return load_i64(record, RECORD_UNIT) + load_i64(unit, UNIT_HEAD) * UNIT_BYTES
 
 
-def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tuple[Any, Any, Any]:
+def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) -> tuple[Any, Any, Any]:
     write = _make_write(head_dim, kind)
-    plan, segment = make_plan(head_dim, kind, write), _make_segment(head_dim, kind, block_vectors)
+    plan = make_plan(name, head_dim, kind, write, kernel)
+    prepare, segment, finish_segments = kernel.prepare, kernel.segment, kernel.finish
     clear_row, merge_row = make_clear_row(head_dim), make_merge_row(head_dim)
     scale_row, finish_row = make_scale_row(head_dim), make_finish_row(head_dim)
     head_bytes = head_dim * 4
@@ -310,8 +225,24 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
 
     @named(name)
     def merge(rows, sums, states, part, part_states):
-        for r in range(rows):
-            merge_row(sums + r * head_bytes, states + 8 * r, part + r * head_bytes, part_states + 8 * r)
+        keep, take = stack(_LANE_BYTES), stack(_LANE_BYTES)
+        for first in range(0, rows, LANES):
+            count = min(LANES, rows - first)
+            for i in range(count):
+                r = first + i
+                top, other = load_f32(states, 8 * r), load_f32(part_states, 8 * r)
+                highest = top if top > other else other
+                store_f32(keep, 4 * i, top - highest)
+                store_f32(take, 4 * i, other - highest)
+                store_f32(states, 8 * r, highest)
+            exp_in_place(keep)
+            exp_in_place(take)
+            for i in range(count):
+                r = first + i
+                merge_row(
+                    sums + r * head_bytes, states + 8 * r, part + r * head_bytes, part_states + 8 * r,
+                    load_f32(keep, 4 * i), load_f32(take, 4 * i),
+                )  # fmt: skip
 
     @named(name)
     def finish_part(frame, unit, sums, states):
@@ -338,16 +269,18 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
             store_i64(target + group * head_bytes, 8 * (r % group), load_i64(part_states, 8 * r))
 
     @named(name)
-    def compute(frame, item, scratch, unit_rows, plan_address):
-        sums = scratch + unit_rows * head_bytes
+    def compute(frame, item, queries, unit_rows, plan_address):
+        sums = queries + unit_rows * head_bytes
         part = sums + unit_rows * head_bytes
-        states = part + unit_rows * head_bytes + SCORE_BYTES + 2 * TILE * head_bytes
+        states = part + unit_rows * head_bytes
         part_states = states + align(unit_rows * 8)
+        work = part_states + align(unit_rows * 8)
         unit = load_i64(item, ITEM_UNIT)
         rows = load_i64(unit, UNIT_COUNT) * group_of(frame)
         scale = load_f32(attr(frame, ATTR_SCALE), 0)
         for r in range(rows):
-            scale_row(data(arg(frame, ARG_Q)) + row_offset(frame, unit, r), scratch + r * head_bytes, scale)
+            scale_row(data(arg(frame, ARG_Q)) + row_offset(frame, unit, r), queries + r * head_bytes, scale)
+        prepare(frame, unit, load_i64(item, ITEM_SEGMENT), queries, work)
         # Rows may share pages, so all of them wait for all writes.
         wait_for(plan_address + PLAN_WRITTEN, load_i64(plan_address, PLAN_NUM_WRITES))
 
@@ -358,11 +291,12 @@ def _make_handler(name: str, head_dim: int, kind: str, block_vectors: int) -> tu
             if parts != 0:
                 part = parts + (index - first) * align(rows * (head_bytes + 8))
                 part_states = part + rows * head_bytes
-            segment(frame, unit, index, scratch, unit_rows, part, part_states)
+            segment(frame, unit, index, queries, work, part, part_states)
             if is_shared:
                 hand_out(frame, unit, index, part, part_states)
             elif parts == 0:
                 merge(rows, sums, states, part, part_states)
+        finish_segments()
         if is_shared:
             for place in range(load_i64(unit, UNIT_COUNT)):
                 finish_part(frame, member_unit(unit, place), sums, states)

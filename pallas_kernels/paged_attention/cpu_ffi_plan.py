@@ -67,7 +67,6 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     RET_OUT,
     RET_PAGES,
     RET_SCALES,
-    SCORE_BYTES,
     SEGMENT,
     UNIT_BYTES,
     UNIT_COUNT,
@@ -88,6 +87,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     page_size_of,
     rows_in_use,
 )
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_segment import SegmentKernel
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import TILE
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 
@@ -142,7 +142,7 @@ def _put_unit(unit, row, head, token, tokens, position, first, end):
     store_i64(unit, UNIT_RECORDS, 0)
 
 
-def _make_checks(head_dim: int, kind: str) -> Any:
+def _make_checks(name: str, head_dim: int, kind: str, page_multiple: int) -> Any:
     page_type = {"float32": F32, "bfloat16": BF16, "int8": S8, "fp8": F8E4M3FN}[kind]
     has_scales = kind in CODES
 
@@ -156,7 +156,7 @@ def _make_checks(head_dim: int, kind: str) -> Any:
             same = same and dim(scales, i) == dim(pages, i)
         return same
 
-    @named(f"d{head_dim}_{kind}")
+    @named(name)
     def check(frame):
         """Whether types and shapes are what this handler was compiled for."""
         for i in range(10):
@@ -172,6 +172,8 @@ def _make_checks(head_dim: int, kind: str) -> Any:
         if dim(k, 0) != tokens or dim(v, 0) != tokens or dim(v, 1) != kv_heads or dim(pages, 1) != kv_heads:
             return False
         if kv_heads < 1 or dim(q, 1) % kv_heads != 0 or dim(pages, 2) != 2 or dim(pages, 0) < 1:
+            return False
+        if page_size_of(frame) % page_multiple != 0:
             return False
         rows, table = dim(arg(frame, ARG_LENGTHS), 0), arg(frame, ARG_TABLE)
         if dim(arg(frame, ARG_SLOTS), 0) != tokens or dim(arg(frame, ARG_STARTS), 0) != rows + 1:
@@ -289,10 +291,16 @@ def _make_walk(head_dim: int) -> Any:
     return walk
 
 
-def make_plan(head_dim: int, kind: str, write: Any) -> Any:
-    check, walk = _make_checks(head_dim, kind), _make_walk(head_dim)
+def make_plan(name: str, head_dim: int, kind: str, write: Any, kernel: SegmentKernel) -> Any:
+    check, walk = _make_checks(name, head_dim, kind, kernel.page_multiple), _make_walk(head_dim)
+    work_bytes = kernel.work_bytes
 
-    @named(f"d{head_dim}_{kind}")
+    @named(name)
+    def scratch_bytes(rows):
+        """One worker's space: queries, sums and a part's, their states, and work space; each a multiple of 64 bytes."""
+        return 3 * rows * head_dim * 4 + 2 * align(rows * 8) + work_bytes(rows)
+
+    @named(name)
     def plan(frame):
         if not check(frame):
             return BAD_ARGUMENTS
@@ -318,8 +326,7 @@ def make_plan(head_dim: int, kind: str, write: Any) -> Any:
         items_at = align(PLAN_BYTES + load_i64(counts, _C_UNITS) * UNIT_BYTES)
         parts_at = items_at + load_i64(counts, _C_ITEMS) * ITEM_BYTES
         scratch_at = align(parts_at + load_i64(counts, _C_PARTS))
-        scratch_bytes = _scratch_bytes(unit_rows, head_dim)
-        raw = malloc(scratch_at + threads * scratch_bytes + 128)
+        raw = malloc(scratch_at + threads * scratch_bytes(unit_rows) + 128)
         if raw == 0:
             free(counts)
             return NO_MEMORY
@@ -339,16 +346,9 @@ def make_plan(head_dim: int, kind: str, write: Any) -> Any:
         store_i64(plan_address, PLAN_NUM_WRITES, writes)
         store_i64(plan_address, PLAN_TOTAL, total)
         store_i64(plan_address, PLAN_SCRATCH, plan_address + scratch_at)
-        store_i64(plan_address, PLAN_SCRATCH_BYTES, scratch_bytes)
+        store_i64(plan_address, PLAN_SCRATCH_BYTES, scratch_bytes(unit_rows))
         store_i64(plan_address, PLAN_UNIT_ROWS, unit_rows)
         store_i64(plan_address, PLAN_COUNTS, counts)
         return plan_address
 
     return plan
-
-
-# One worker's space, in this order; each block a multiple of 64 bytes.
-@jit
-def _scratch_bytes(rows, head_dim):
-    queries, states = rows * head_dim * 4, align(rows * 8)
-    return 3 * queries + SCORE_BYTES + 2 * TILE * head_dim * 4 + 2 * states + 16 * TILE

@@ -355,23 +355,20 @@ def make_clear_row(head_dim: int) -> Any:
 
 
 def make_merge_row(head_dim: int) -> Any:
-    """merge_row(sums, state, other_sums, other_state): take another softmax into the first. Taking in one over
-    no token changes no bit."""
+    """merge_row(sums, state, other_sums, other_state, keep, take): take another softmax into the first, whose new
+    maximum is in `state`: what either was summed with counts `keep` and `take` times. Taking in one over no token
+    changes no bit."""
 
-    def emit(e: Emitter, sums, state, other_sums, other_state) -> None:
+    def emit(e: Emitter, sums, state, other_sums, other_state, keep, take) -> None:
         b = e.b
-        top, other_top = e.load(state, FLOAT), e.load(other_state, FLOAT)
-        new_top = e.max(top, other_top)
-        keep, take = (e.exp_scalar(b.fsub(x, new_top)) for x in (top, other_top))
         total = b.fmul(e.load(e.at(state, 4), FLOAT), keep)
         e.store(b.fadd(total, b.fmul(e.load(e.at(other_state, 4), FLOAT), take)), e.at(state, 4))
-        e.store(new_top, state)
         keep, take = e.splat(keep), e.splat(take)
         for d in range(0, head_dim, LANES):
             mine = b.fmul(e.load(e.at(sums, 4 * d)), keep)
             e.store(e.fma(e.load(e.at(other_sums, 4 * d)), take, mine), e.at(sums, 4 * d))
 
-    return void_intrinsic((_INT,) * 4, emit)
+    return void_intrinsic((_INT,) * 4 + (_FLOAT,) * 2, emit)
 
 
 def make_finish_row(head_dim: int) -> Any:
@@ -383,11 +380,13 @@ def make_finish_row(head_dim: int) -> Any:
     def emit(e: Emitter, sums, state, sink, target) -> None:
         b, zero = e.b, ir.Constant(FLOAT, 0.0)
         top, total = e.load(state, FLOAT), e.load(e.at(state, 4), FLOAT)
-        new_top = e.max(top, sink)
-        keep = e.exp_scalar(b.fsub(top, new_top))
-        sink_weight = e.exp_scalar(b.fsub(sink, new_top))
-        sink_weight = b.select(b.fcmp_ordered(">", sink, ir.Constant(FLOAT, 0.5 * MASKED)), sink_weight, zero)
-        total = b.fadd(b.fmul(total, keep), sink_weight)
+        kept = cgutils.alloca_once_value(b, ir.Constant(FLOAT, 1.0))
+        summed = cgutils.alloca_once_value(b, total)
+        with b.if_then(b.fcmp_ordered(">", sink, ir.Constant(FLOAT, 0.5 * MASKED))):
+            new_top = e.max(top, sink)
+            b.store(e.exp_scalar(b.fsub(top, new_top)), kept)
+            b.store(b.fadd(b.fmul(total, b.load(kept)), e.exp_scalar(b.fsub(sink, new_top))), summed)
+        keep, total = b.load(kept), b.load(summed)
         is_empty = b.fcmp_ordered("<=", total, zero)
         factor = b.fdiv(keep, b.select(is_empty, ir.Constant(FLOAT, 1.0), total))
         wide = e.splat(factor)

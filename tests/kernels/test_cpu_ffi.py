@@ -173,19 +173,21 @@ def test_damaged_batches_do_not_crash_the_process(changes):
     jax.block_until_ready(_damaged(**changes))
 
 
-def test_refusals_are_ordinary_errors():
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+def test_refusals_are_ordinary_errors(page_dtype):
     from jaxserve.pallas_kernels.paged_attention.cpu_ffi import _handler
 
-    name = _handler(64, "float32")
+    name = _handler(64, page_dtype, 16)
     shapes = jax.ShapeDtypeStruct((1, 2, 64), jnp.float32), jax.ShapeDtypeStruct((4, 1, 2, 16, 64), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unacceptable argument types or shapes"):
         jax.block_until_ready(jax.ffi.ffi_call(name, shapes)(*[jnp.zeros((1, 2, 64))] * 10))
 
 
-def test_many_threads_and_layers_at_once():
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+def test_many_threads_and_layers_at_once(page_dtype):
     """Eight threads, each with pages of its own through a chain of calls: all get what one alone gets."""
     spec = AttentionSpec(6, 2, 64, 0.125)
-    case = make_case(np.random.default_rng(7), spec, [Row(700, 1), Row(90, 1), Row(30, 45)], 16)
+    case = make_case(np.random.default_rng(7), spec, [Row(700, 1), Row(90, 1), Row(30, 45)], 16, page_dtype)
     pages = np.nan_to_num(case.token_pages.transpose(0, 3, 2, 1, 4))
 
     @functools.partial(jax.jit, donate_argnums=1)

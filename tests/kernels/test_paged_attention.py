@@ -71,6 +71,10 @@ def assert_right(case: Case, out: np.ndarray, pages: np.ndarray, tolerance: floa
     assert pages.tobytes() == case.written_pages().tobytes()
 
 
+# head_dim and dtype of pages. Few combinations: each compiles one handler.
+KINDS = [
+    (64, "float32"), (64, "bfloat16"), (80, "bfloat16"), (96, "bfloat16"), (16, "float32"), (64, "int8"), (80, "fp8"),
+]  # fmt: skip
 row_lists = st.lists(
     st.one_of(
         st.builds(Row, cached=st.integers(0, 400), new=st.just(1)),
@@ -113,10 +117,7 @@ class TestPagedAttention:
         spec=specs,
         rows=row_lists,
         page_size=st.sampled_from([1, 4, 16, 64]),
-        # Few combinations: each compiles one handler.
-        kind=st.sampled_from(
-            [(64, "float32"), (64, "bfloat16"), (80, "bfloat16"), (16, "float32"), (64, "int8"), (80, "fp8")]
-        ),
+        kind=st.sampled_from(KINDS),
         padding=st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)),
         seed=st.integers(0, 2**32 - 1),
     )

@@ -1,0 +1,271 @@
+"""One segment of CPU paged attention: the softmax of SEGMENT tokens for all rows of a unit, by vectors or tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
+    arg,
+    attr,
+    data,
+    dim,
+    jit,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_i32,
+    store_i64,
+    zero_bytes,
+)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import named
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import LINE, ROWS, configure_tiles, release_tiles
+from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES
+from jaxserve.pallas_kernels.paged_attention import cpu_ffi_tiles
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
+    ARG_K,
+    ARG_PAGES,
+    ARG_SCALES,
+    ARG_TABLE,
+    ATTR_SOFTCAP,
+    ATTR_WINDOW,
+    SCORE_BYTES,
+    SEGMENT,
+    UNIT_COUNT,
+    UNIT_END,
+    UNIT_FIRST,
+    UNIT_HEAD,
+    UNIT_POSITION,
+    UNIT_ROW,
+    clamp,
+    group_of,
+    page_size_of,
+)
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
+    MAX_BLOCK_ROWS,
+    TILE,
+    make_clear_row,
+    make_load_keys,
+    make_load_values,
+    make_product,
+    make_softmax_row,
+    make_value_product,
+)
+from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
+
+
+class SegmentKernel(NamedTuple):
+    """How segments are computed: numba functions, all of one thread and in its work space."""
+
+    page_multiple: int  # pages hold a multiple of so many tokens
+    work_bytes: Any  # (query rows) -> bytes of the work space, a multiple of 64
+    prepare: Any  # (frame, unit, index, queries, work): before the first segment; queries [rows, D] are scaled
+    segment: Any  # (frame, unit, index, queries, work, sums, states): of one, into sums [rows, D], states [rows, 2]
+    finish: Any  # (): after the unit's last segment
+
+
+@jit
+def _rows_of_unit(frame, unit):
+    return load_i64(unit, UNIT_COUNT) * group_of(frame)
+
+
+@jit
+def _page_of(frame, unit, position, page_bytes):
+    """Address of the K, of the unit's kv head, of the page that holds a token at `position`."""
+    num_pages, width = dim(arg(frame, ARG_PAGES), 0), dim(arg(frame, ARG_TABLE), 1)
+    table = data(arg(frame, ARG_TABLE)) + load_i64(unit, UNIT_ROW) * width * 4
+    # Clamped: a damaged table must not crash the process.
+    page = clamp(load_i32(table, 4 * (position // page_size_of(frame))), 0, num_pages - 1)
+    head = page * dim(arg(frame, ARG_K), 1) + load_i64(unit, UNIT_HEAD)
+    return data(arg(frame, ARG_PAGES)) + head * page_bytes
+
+
+def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentKernel:
+    """For pages of any kind and size, on any CPU."""
+    tag = f"d{head_dim}_{kind}_b{block_vectors}"
+    load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
+    softmax_row, clear_row = make_softmax_row(head_dim), make_clear_row(head_dim)
+    score_product = make_product(TILE // LANES, block_vectors)
+    tile_product = make_product(head_dim // LANES, block_vectors)
+    value_product = make_value_product(head_dim, kind, block_vectors)
+    row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
+
+    @named(tag)
+    def find_tokens(frame, unit, start, addresses):
+        """Addresses of the K rows of TILE tokens from `start` on. Tokens outside the unit's context, whose slots
+        may never have been written, read the dummy page: their scores are masked, and sums leave them out."""
+        page_size, pages = page_size_of(frame), data(arg(frame, ARG_PAGES))
+        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        position = start
+        while position < start + TILE:
+            stop = min(start + TILE, (position // page_size + 1) * page_size)
+            if position >= end or stop <= first:
+                for p in range(position, stop):
+                    store_i64(addresses, 8 * (p - start), pages)
+            else:
+                base = _page_of(frame, unit, position, 2 * page_size * row_bytes)
+                for p in range(position, stop):
+                    inside = first <= p < end
+                    store_i64(addresses, 8 * (p - start), base + (p % page_size) * row_bytes if inside else pages)
+            position = stop
+
+    @named(tag)
+    def segment(frame, unit, index, queries, work, sums, states):
+        scores, keys = work, work + SCORE_BYTES
+        values = keys + TILE * head_bytes
+        here = values + TILE * head_bytes
+        ahead = here + 8 * TILE
+        group, page_size = group_of(frame), page_size_of(frame)
+        pages, scales = data(arg(frame, ARG_PAGES)), data(arg(frame, ARG_SCALES)) if has_scales else 0
+        cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
+        position, rows = load_i64(unit, UNIT_POSITION), _rows_of_unit(frame, unit)
+        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        # Values that one register block uses are read where they lie; without wide vectors that would turn every
+        # token's address and scale into work of each column.
+        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1
+        for r in range(rows):
+            clear_row(sums + r * head_bytes, states + 8 * r)
+        start = max(index * SEGMENT, first // TILE * TILE)
+        find_tokens(frame, unit, start, here)
+        for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
+            find_tokens(frame, unit, tile + TILE, ahead)
+            for u in range(0, TILE, LANES):
+                if tile + u < end and tile + u + LANES > first:
+                    load_keys(here + 8 * u, ahead + 8 * u, keys + 4 * u, pages, scales)
+                    if has_value_tile:
+                        load_values(here + 8 * u, ahead + 8 * u, page_size, values + u * head_bytes, pages, scales)
+            for r in range(0, rows, MAX_BLOCK_ROWS):
+                block = min(MAX_BLOCK_ROWS, rows - r)
+                # Tokens that some row of the block sees; rows are ordered by token.
+                low = max(0, position + r // group - window + 1 - tile) if window > 0 else 0
+                high = min(TILE, position + (r + block - 1) // group + 1 - tile)
+                if high <= low:
+                    continue
+                score_product(
+                    block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4, 0, head_dim, 0
+                )
+                for i in range(block):
+                    at = position + (r + i) // group - tile
+                    softmax_row(
+                        scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
+                        max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
+                    )  # fmt: skip
+                if has_value_tile:
+                    tile_product(
+                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
+                    )
+                else:
+                    value_product(block, scores, here, ahead, page_size, pages, scales, sums, low, high)
+            here, ahead = ahead, here
+
+    @named(tag)
+    def work_bytes(rows):
+        return SCORE_BYTES + 2 * TILE * (head_bytes + 8)
+
+    @named(tag)
+    def prepare(frame, unit, index, queries, work):
+        pass
+
+    @named(tag)
+    def finish():
+        pass
+
+    return SegmentKernel(1, work_bytes, prepare, segment, finish)
+
+
+def make_tile_kernel(head_dim: int) -> SegmentKernel:
+    """For pages in bfloat16, as cpu_ffi_tiles says."""
+    tag = f"d{head_dim}_tiles"
+    pack_queries, turn_values = cpu_ffi_tiles.make_pack_queries(head_dim), cpu_ffi_tiles.make_turn_values(head_dim)
+    score_block, softmax_block = cpu_ffi_tiles.make_score_block(head_dim), cpu_ffi_tiles.make_softmax_block(head_dim)
+    add_values, clear_block = cpu_ffi_tiles.make_add_values(head_dim), cpu_ffi_tiles.make_clear_block(head_dim)
+    store_block, fetch_tile = cpu_ffi_tiles.make_store_block(head_dim), cpu_ffi_tiles.make_fetch_tile(head_dim)
+    row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
+    # The work space: addresses of keys, a token of zeros, scores and weights of a block, V turned round, the blocks.
+    keys_at, zeros_at = (0, LINE), 2 * LINE
+    scores_at = zeros_at + -(-row_bytes // LINE) * LINE
+    weights_at = scores_at + TILE * LINE
+    values_at = weights_at + TILE * LINE
+    blocks_at = values_at + TILE * row_bytes
+    # A block: packed queries, sums, states, positions.
+    sums_at, states_at = ROWS * head_bytes, 2 * ROWS * head_bytes
+    positions_at = states_at + 2 * LINE
+    block_bytes = positions_at + LINE
+
+    @named(tag)
+    def work_bytes(rows):
+        return blocks_at + (rows + ROWS - 1) // ROWS * block_bytes
+
+    @named(tag)
+    def find_keys(frame, unit, start, addresses):
+        """Addresses of the K of each ROWS tokens of a tile of context. Those outside the unit's context read the dummy
+        page: their scores are masked, and their V is not read."""
+        page_size = page_size_of(frame)
+        for i in range(cpu_ffi_tiles.GROUPS):
+            position, address = start + i * ROWS, data(arg(frame, ARG_PAGES))
+            if position < load_i64(unit, UNIT_END) and position + ROWS > load_i64(unit, UNIT_FIRST):
+                address = _page_of(frame, unit, position, 2 * page_size * row_bytes)
+                address += position % page_size * row_bytes
+            store_i64(addresses, 8 * i, address)
+
+    @named(tag)
+    def first_tile(unit, index):
+        return max(index * SEGMENT, load_i64(unit, UNIT_FIRST) // TILE * TILE)
+
+    @named(tag)
+    def prepare(frame, unit, index, queries, work):
+        configure_tiles()
+        find_keys(frame, unit, first_tile(unit, index), work + keys_at[0])
+        fetch_tile(work + keys_at[0], page_size_of(frame) * row_bytes)
+        zero_bytes(work + zeros_at, row_bytes)
+        rows, block = _rows_of_unit(frame, unit), work + blocks_at
+        group, position, place = group_of(frame), load_i64(unit, UNIT_POSITION), 0
+        for first in range(0, rows, ROWS):
+            pack_queries(queries + first * head_bytes, min(ROWS, rows - first), block)
+            for i in range(ROWS):
+                store_i32(block + positions_at, 4 * i, position)
+                place += 1
+                if place == group and first + i + 1 < rows:
+                    position, place = position + 1, 0
+            block += block_bytes
+
+    @named(tag)
+    def segment(frame, unit, index, queries, work, sums, states):
+        scores, weights, values = work + scores_at, work + weights_at, work + values_at
+        here, ahead = work + keys_at[0], work + keys_at[1]
+        to_values, rows = page_size_of(frame) * row_bytes, _rows_of_unit(frame, unit)
+        cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
+        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        blocks_end = work + work_bytes(rows)
+        for block in range(work + blocks_at, blocks_end, block_bytes):
+            clear_block(block + sums_at, block + states_at)
+        start = first_tile(unit, index)
+        find_keys(frame, unit, start, here)
+        for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
+            find_keys(frame, unit, tile + TILE, ahead)
+            turn_values(here, ahead, to_values, first - tile, end - tile, work + zeros_at, values)
+            fetched = ahead  # V of the next tile, with the first block
+            for block in range(work + blocks_at, blocks_end, block_bytes):
+                oldest = load_i32(block + positions_at, 0)
+                newest = load_i32(block + positions_at, 4 * (ROWS - 1))
+                if tile > newest or (window > 0 and tile + TILE <= oldest - window + 1):
+                    continue
+                score_block(block, here, fetched, scores)
+                softmax_block(
+                    scores, weights, block + sums_at, block + states_at, block + positions_at, tile, window, cap,
+                    fetched, to_values,
+                )  # fmt: skip
+                add_values(values, weights, block + sums_at, fetched, to_values)
+                fetched = 0
+            here, ahead = ahead, here
+        block = work + blocks_at
+        for row in range(0, rows, ROWS):
+            store_block(
+                block + sums_at, block + states_at, min(ROWS, rows - row), sums + row * head_bytes, states + 8 * row
+            )
+            block += block_bytes
+
+    @named(tag)
+    def finish():
+        release_tiles()
+
+    return SegmentKernel(ROWS, work_bytes, prepare, segment, finish)
