@@ -7,6 +7,7 @@ Addresses are plain intp throughout. Nothing here keeps state: handlers run at o
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numba
@@ -31,6 +32,7 @@ INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FLOAT = ir.FloatType()
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 BYTE_POINTER = I8.as_pointer()
 
 # No fastmath: numba would spread its flags over the vector code too, and the same product compiled twice
@@ -133,6 +135,43 @@ def pause(typing_context):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+_FLUSH_SUBNORMALS = 0x8040  # of MXCSR: results and operands
+
+
+@intrinsic
+def flush_subnormals(typing_context):
+    """From now on this thread takes subnormal numbers for 0, as XLA's threads do. Returns what to restore. Does
+    nothing where the CPU is not x86."""
+
+    def codegen(context, b, signature, args):
+        if not _IS_X86:
+            return ir.Constant(I32, 0)
+        slot = cgutils.alloca_once(b, I32)
+        _call_with_mode(b, "stmxcsr", slot)
+        mode = b.load(slot)
+        b.store(b.or_(mode, ir.Constant(I32, _FLUSH_SUBNORMALS)), slot)
+        _call_with_mode(b, "ldmxcsr", slot)
+        return mode
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def restore_subnormals(typing_context, mode):
+    def codegen(context, b, signature, args):
+        if _IS_X86:
+            _call_with_mode(b, "ldmxcsr", cgutils.alloca_once_value(b, args[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int32), codegen
+
+
+def _call_with_mode(b: ir.IRBuilder, name: str, slot: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [BYTE_POINTER])
+    function = cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.sse.{name}")
+    b.call(function, [b.bitcast(slot, BYTE_POINTER)])
 
 
 @intrinsic

@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     atomic_load,
     call_task,
     const_string,
+    flush_subnormals,
     free,
     jit,
     load_i64,
@@ -33,6 +34,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     malloc,
     num_threads,
     pause,
+    restore_subnormals,
     sched_yield,
     schedule,
     stage,
@@ -108,6 +110,7 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
         """Run items until none is left, then let go of the job."""
         job = address_of(pointer)
         items, worker = load_i64(job, _NUM_ITEMS), -1
+        mode = flush_subnormals()  # whichever thread it is: the same bits
         while True:
             i = atomic_add(job + _NEXT, 1)
             if i >= items:
@@ -116,6 +119,7 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
                 worker = atomic_add(job + _WORKERS, 1)
             body(load_i64(job, _FRAME), load_i64(job, _PLAN), i, worker)
             atomic_add(job + _DONE, 1)
+        restore_subnormals(mode)
         if atomic_add(job + _REFERENCES, -1) == 1:
             free(job)
 
@@ -157,7 +161,9 @@ def _register(name: str, plan: Any, body: Any, finish: Any) -> list[object]:
         frame = address_of(pointer)
         if answer_metadata(frame) or stage(frame) != STAGE_EXECUTE:
             return 0
+        mode = flush_subnormals()  # a plan may do the work of few tokens
         plan_address = plan(frame)
+        restore_subnormals(mode)
         if plan_address == BAD_ARGUMENTS:
             return make_error(frame, INVALID_ARGUMENT, bad_arguments())
         if plan_address == NO_MEMORY:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import arg, attr, data, dim, jit, load_i32, load_i64, store_i64
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_LENGTHS,
+    ARG_Q,
     ARG_STARTS,
     ARG_TABLE,
     ATTR_CASCADE,
@@ -47,7 +48,8 @@ def record_of(groups, row):
 def _whole_segments(frame, row):
     """Segments of a decoding row that end before its newest token; 0 for any other row."""
     starts, lengths = data(arg(frame, ARG_STARTS)), data(arg(frame, ARG_LENGTHS))
-    if load_i32(starts, 4 * row + 4) - load_i32(starts, 4 * row) != 1:
+    first, stop = load_i32(starts, 4 * row), load_i32(starts, 4 * row + 4)
+    if stop - first != 1 or first < 0 or stop > dim(arg(frame, ARG_Q), 0):  # damaged: it has no unit
         return 0
     capacity = dim(arg(frame, ARG_TABLE), 1) * page_size_of(frame)
     return max(min(load_i32(lengths, 4 * row), capacity) - 1, 0) // SEGMENT

@@ -3,8 +3,11 @@
 Sixteen query rows, a block, lie side by side in the lanes of a vector. scores.T = K @ q.T takes K where it lies in its
 pages; softmax then has no sum across lanes; sums.T = V.T @ weights.T takes V turned round, once for all blocks of a
 unit. Queries and weights are multiplied as two bfloat16 numbers each, the second being what rounding leaves of the
-first, so that results are about as exact as those of float32 products: to 2**-16 of each query and weight. An element
-is summed over dims, and over tokens, in one order whatever rows lie beside it.
+first: to 2**-16 of each query and weight. The error of a score grows with the score, as in float32, but is ten times
+as large. An element is summed over dims, and over tokens, in one order whatever rows lie beside it.
+
+A token that a row does not see has a weight of exactly 0, which an infinite or NaN V of the same request turns into
+NaN.
 
 Only where support.has_bf16_tiles(), for head_dim a multiple of 32 and pages of a multiple of 16 tokens.
 """

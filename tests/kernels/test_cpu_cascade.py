@@ -75,6 +75,14 @@ def test_rows_in_the_midst_of_the_last_shared_page():
     check(SPECS["plain"], rows, [(0, 2, 32), (0, 3, 32)], 16, "float32")
 
 
+@pytest.mark.parametrize("starts", [[0, 1, 100, 101], [-5, -4, 1, 2]])
+def test_damaged_starts_do_not_crash_the_process(starts):
+    case = make_case(np.random.default_rng(0), SPECS["plain"], [Row(600, 1)] * 3, 16, "bfloat16")
+    case = share(case, [(0, 1, 32), (0, 2, 32)])
+    batch = dataclasses.replace(case.batch, query_start=jnp.asarray(starts, jnp.int32))
+    run(dataclasses.replace(case, batch=batch), "cpu_ffi")
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_batch(data):

@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels import backend as backends
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, page_array_shape, paged_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from ragged_cases import Row, make_case
+from test_paged_attention import run
 
 pytestmark = needs_cpu_ffi
 
@@ -208,6 +209,16 @@ def test_many_threads_and_layers_at_once(page_dtype):
     with ThreadPoolExecutor(8) as pool:
         results = [future.result() for future in [pool.submit(run) for _ in range(8)]]
     assert set(results) == {run()}
+
+
+@pytest.mark.parametrize("page_dtype", ["float32", "bfloat16"])
+def test_subnormal_numbers_have_the_same_bits_in_every_thread(page_dtype):
+    """Values times 1e-36, and a sink far above every score: some weighted values are subnormal."""
+    spec = AttentionSpec(6, 2, 64, 0.125, has_sinks=True)
+    case = make_case(np.random.default_rng(7), spec, [Row(0, 400)], 16, page_dtype)
+    case.v[:] *= 1e-36
+    case.sinks[:] = 3
+    assert len({run(case, "cpu_ffi")[0].tobytes() for _ in range(10)}) == 1
 
 
 def test_kept_code_belongs_to_one_ffi_version(monkeypatch):
