@@ -243,7 +243,7 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
         for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
             find_keys(frame, unit, tile + TILE, ahead)
             turn_values(here, ahead, to_values, first - tile, end - tile, work + zeros_at, values)
-            fetched = ahead  # V of the next tile, with the first block
+            fetched = ahead  # K and V of the next tile, with the first block
             for block in range(work + blocks_at, blocks_end, block_bytes):
                 oldest = load_i32(block + positions_at, 0)
                 newest = load_i32(block + positions_at, 4 * (ROWS - 1))
