@@ -3,8 +3,8 @@
 Sixteen query rows, a block, lie side by side in the lanes of a vector. scores.T = K @ q.T takes K where it lies in its
 pages; softmax then has no sum across lanes; sums.T = V.T @ weights.T takes V turned round, once for all blocks of a
 unit. Queries and weights are multiplied as two bfloat16 numbers each, the second being what rounding leaves of the
-first: to 2**-16 of each query and weight. The error of a score grows with the score, as in float32, but is ten times
-as large. An element is summed over dims, and over tokens, in one order whatever rows lie beside it.
+first: to 2**-16 of each query and weight, so that the error of a score grows with the score. An element is summed over
+dims, and over tokens, in one order whatever rows lie beside it.
 
 A token that a row does not see has a weight of exactly 0, which an infinite or NaN V of the same request turns into
 NaN.
@@ -23,6 +23,8 @@ from jaxserve.pallas_kernels.cpu_ffi.tile_registers import (
     ROWS,
     STEP,
     TILE_BYTES,
+    W_TILES,
+    X_TILES,
     Tiles,
     emit_pairs,
     emit_row_starts,
@@ -44,7 +46,7 @@ from numba.core import cgutils
 
 GROUPS = TILE // ROWS  # keys of one tile register, of a tile of context
 _SUMS = (0, 1, 2, 3)  # registers: as many sums as hide the latency of a product
-_RIGHT, _LEFT = (4, 5), (6, 7)
+_LEFT, _RIGHT = W_TILES, X_TILES
 _RISE = 8.0  # how far a score may lie above the one whose weight is 1
 _INT, _FLOAT = types.intp, types.float32
 
