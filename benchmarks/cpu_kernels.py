@@ -192,13 +192,17 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
 
     forms: dict[str, tuple[Callable[..., jax.Array], list]] = {"xla": (linear_xla, weights)}
     if cpu_ffi_available()[0]:
-        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
         from jaxserve.pallas_kernels.matmul.cpu_ffi import linear_cpu
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS as MAX_QUANTIZED_ROWS
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import linear_cpu_quantized
         from jaxserve.pallas_kernels.matmul.cpu_ffi_tiles import linear_tiles
 
-        if dtype == "bfloat16" and has_bf16_tiles():
+        stored = [[_as_q4_1(w) for w in layer] for layer in weights]
+        if max(rows) <= MAX_QUANTIZED_ROWS:
+            forms["q4_1 blocks"] = linear_cpu_quantized, stored
+        if dtype == "bfloat16" and has_bf16_dot():
             forms["tiles"] = linear_tiles, weights
-            stored = [[_as_q4_1(w) for w in layer] for layer in weights]
             forms["q4_1 tiles"] = linear_tiles, stored
         forms["cpu_ffi"] = linear_cpu, weights
         forms["linear()"] = (lambda x, w: linear(x, w, backend="cpu_ffi")), weights

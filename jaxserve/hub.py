@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 _HF_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
@@ -280,7 +281,7 @@ def _bar(title: str, total: int, *, shown: bool) -> Iterator[_Counter]:
         yield _Counter(None, None, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:  # `jaxserve pull` prints a path for scripts
         counter = _Counter(bar, bar.add_task(title, total=total), total)
         yield counter
         bar.update(counter._task, completed=total)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
 # "mosaic" has products of its own for experts and quantised weights; other dense ones are XLA's. cpu_ffi multiplies in
-# tile registers where a CPU has them, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no
+# tiles of bfloat16 where a CPU can, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no
 # such others, so that nothing depends on the number of rows.
 MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret")
 
@@ -31,13 +31,23 @@ def cpu_ffi_available() -> tuple[bool, str]:
 
 @functools.cache
 def cpu_tiles_available() -> tuple[bool, str]:
-    """As cpu_ffi_available, for products in tile registers."""
+    """As cpu_ffi_available, for products in tiles."""
     is_available, reason = cpu_ffi_available()
     if not is_available:
         return False, reason
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
+
+    return (True, "") if has_bf16_dot() else (False, "the CPU lacks AVX-512 for bfloat16")
+
+
+@functools.cache
+def has_tile_registers() -> bool:
+    """Whether the CPU has registers for these products: it can then expand quantised weights beside them."""
+    if not cpu_tiles_available()[0]:
+        return False
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
 
-    return (True, "") if has_bf16_tiles() else (False, "the CPU or the system lacks AMX for bfloat16")
+    return has_bf16_tiles()
 
 
 @functools.cache

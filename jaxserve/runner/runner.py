@@ -18,8 +18,8 @@ from jaxserve.models.contract import Model, RuntimeOptions
 from jaxserve.models.tensor_parallel import local_vocab_size
 from jaxserve.pallas_kernels.backend import (
     check_attention_shape,
-    cpu_tiles_available,
     deterministic_matmul_backend,
+    has_tile_registers,
     mosaic_latent_reason,
     mosaic_reason,
     resolve_attention_backend,
@@ -332,7 +332,7 @@ def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: Model
     if config.weights != "auto":
         return config.weights
     is_bf16_alone = options.dtype == "bfloat16" and options.mesh.num_devices == 1
-    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_tiles") and cpu_tiles_available()[0]:
+    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_tiles") and has_tile_registers():
         return "stored"  # expanding in the cache costs less than reading a copy, for any number of rows
     if is_bf16_alone and options.matmul in ("mosaic", "interpret"):
         return "stored"  # its kernel reads blocks; no copy is needed for few rows

@@ -34,6 +34,8 @@ BFLOAT = _BFloat()
 LANES = 16
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(I32, LANES)
+BF16_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
+LOCALITY_SECOND_CACHE = 2  # of what is fetched ahead: the first cache is full with what is computed now
 MASKED = -1e30  # score of a token that is not visible; finite, so that differences stay finite
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
@@ -131,6 +133,11 @@ class Emitter:
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         lanes = x.type.count
         return self.b.call(self.function(f"llvm.fma.v{lanes}f32", x.type, [x.type] * 3), [x, y, z])
+
+    def dot_pairs(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total plus, in each lane, the products of two pairs of bfloat16. Only where support.has_bf16_dot()."""
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
+        return self.b.call(self.function(name, total.type, [total.type, x.type, y.type]), [total, x, y])
 
     def max(self, x: ir.Value, y: ir.Value) -> ir.Value:
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)

@@ -30,9 +30,10 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are expanded
     for each product, to bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight. Planar
     ones are multiplied as stored by "mosaic" ("interpret": the same kernel in JAX's interpreter), unless rows are many.
-    Backends "cpu_ffi" and "cpu_tiles" multiply in tile registers where the CPU has them and the weight fits, whatever
-    T is, so that a row has the same bits in any. Elsewhere "cpu_ffi" has kernels for few rows (T fixes that when a
-    program is traced), where quantised weights are multiplied as stored, with x in float32.
+    Backends "cpu_ffi" and "cpu_tiles" multiply in tiles where the CPU can and the weight fits, whatever T is, so that a
+    row has the same bits in any; quantised weights are expanded to them. Where tile registers are missing "cpu_ffi"
+    has other kernels for quantised weights and few rows (T fixes that when a program is traced), which multiply them as
+    stored, with x in float32; and where tiles cannot be had, for all weights.
     Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
@@ -51,10 +52,9 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
     if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0]:
         # Loaded only here: they need numba, which other platforms do without.
-        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-        if has_bf16_tiles() and cpu_ffi_tiles.fits(w):
+        if cpu_ffi_tiles.fits(w):
             return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
         most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS[w.dtype.name]
         if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
@@ -72,16 +72,17 @@ def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
     from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
     if has_bf16_tiles() and all(cpu_ffi_tiles.fits(part) for part in getattr(w, "parts", (w,))):
-        return True  # expanding in the cache costs less than reading the copy
+        return True  # expanding in the cache, beside the multiplication, costs less than reading the copy
     return backend == "cpu_ffi" and x.shape[0] <= cpu_ffi.BLOCK_ROWS
 
 
 def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
     if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
-        from jaxserve.pallas_kernels.matmul import cpu_ffi_quantized, cpu_ffi_tiles
+        from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_quantized, cpu_ffi_tiles
 
-        if has_bf16_tiles() and cpu_ffi_tiles.fits(w):
+        few = 0 if has_bf16_tiles() or backend == "cpu_tiles" else cpu_ffi.BLOCK_ROWS
+        if cpu_ffi_tiles.fits(w) and x.shape[0] > few:
             return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
         if backend == "cpu_ffi" and x.shape[0] <= cpu_ffi_quantized.MAX_ROWS:
             return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)

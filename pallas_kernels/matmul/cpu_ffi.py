@@ -19,7 +19,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import BF16, F32, I16
 from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
-    BFLOAT,
+    BF16_PAIRS,
     ELEMENT_BYTES,
     INT_VECTOR,
     LANES,
@@ -40,9 +40,6 @@ STEP = 32  # elements of k per loop iteration; k must be a multiple
 BLOCK_ROWS = 4  # rows of x per register block
 _ITEM_BYTES = 65536  # weights per work item
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
-
-
-_BF16_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def linear_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -149,11 +146,7 @@ def _emit_outputs(
             for m, parts in enumerate(x_parts):
                 total = b.load(sums[n, m])
                 for w_part, x_part in zip(w_parts, parts):
-                    if is_paired:
-                        dot = e.function("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, _BF16_PAIRS, _BF16_PAIRS])
-                        total = b.call(dot, [total, w_part, x_part])
-                    else:
-                        total = e.fma(w_part, x_part, total)
+                    total = e.dot_pairs(total, w_part, x_part) if is_paired else e.fma(w_part, x_part, total)
                 b.store(total, sums[n, m])
     totals = e.sum_lanes_of([b.load(slot) for slot in sums.values()])
     for (n, m), total in zip(sums, totals):
@@ -166,7 +159,7 @@ def _load_step(e: Emitter, kind: str, is_paired: bool, address: ir.Value) -> lis
     if kind == "float32":
         return [e.load(address), e.load(e.at(address, 64))]
     if is_paired:
-        return [b.bitcast(e.load(address, ir.VectorType(I16, STEP), 2), _BF16_PAIRS)]
+        return [b.bitcast(e.load(address, ir.VectorType(I16, STEP), 2), BF16_PAIRS)]
     pairs = e.load(address, INT_VECTOR, 2)
     even = b.shl(pairs, ir.Constant(INT_VECTOR, [16] * LANES))
     odd = b.and_(pairs, ir.Constant(INT_VECTOR, [-65536] * LANES))

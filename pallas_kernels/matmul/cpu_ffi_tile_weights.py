@@ -2,7 +2,7 @@
 
 What a block has of scales is read for 16 outputs at once, converted once, and then taken from memory by the
 instructions that need it in all lanes: shuffles, of which the look-ups have enough, are what limits this code.
-Only where support.has_bf16_tiles().
+Only where support.has_bf16_dot().
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import BYTE_POINTER, FLOAT, I1, I8, I16, I32
-from jaxserve.pallas_kernels.cpu_ffi.vectors import BFLOAT, INT_VECTOR, LANES, VECTOR, Emitter, emit_loop
+from jaxserve.pallas_kernels.cpu_ffi.vectors import BF16_PAIRS, INT_VECTOR, LANES, VECTOR, Emitter, emit_loop
 from jaxserve.pallas_kernels.matmul.cpu_ffi import STEP
 from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import NIBBLES_AT, make_loader
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, block_bytes
 from llvmlite import ir
 
 SCALE_BYTES = 2 * 4 * LANES  # work space of an ExpandTile: two numbers per output
-_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 _SHORTS = ir.VectorType(I16, STEP)
 _BYTES = ir.VectorType(I8, LANES)
 
@@ -35,7 +34,7 @@ def make_expand_tile(kind: str) -> ExpandTile:
 
 def _narrow(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
     """Two vectors rounded to bfloat16, as 32 int16. Subnormal ones become 0."""
-    convert = e.function("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIRS, [VECTOR, VECTOR])
+    convert = e.function("llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_PAIRS, [VECTOR, VECTOR])
     return e.b.bitcast(e.b.call(convert, [high, low]), _SHORTS)
 
 

@@ -1,17 +1,16 @@
-"""Products in the tile registers of newer Intel CPUs (AMX): weights as stored, any number of rows.
+"""Products in tiles of 16 outputs x 16 rows, in bfloat16, with weights as stored and any number of rows.
 
-A tile holds 16 rows of 64 bytes. One instruction multiplies 16 outputs x 32 bfloat16 values of the weights with 32
-values of 16 rows of x and adds to 16 x 16 float32 sums: out.T = w @ x.T. Weights in bfloat16 are loaded where they lie;
-quantised ones are expanded to bfloat16 a few outputs at a time, in memory that stays in the cache. x is rounded to
-bfloat16 and laid out by the first work items of a call (pairs of values, 16 rows side by side), for which the others
-wait. A single row needs no laying out: its tiles have one column. Every sum runs over k in one order, so rows do not
-depend on how many there are, nor on the form of the weights.
+out.T = w @ x.T. Weights in bfloat16 are read where they lie; quantised ones are expanded to bfloat16 a few outputs at a
+time, in memory that stays in the cache. x is rounded to bfloat16 and laid out by the first work items of a call (pairs
+of values, 16 rows side by side), for which the others wait. Sums are made in the tile registers of newer Intel CPUs
+(AMX), or else by dot products of pairs in AVX-512. Either way every sum runs over k in one order, so rows do not depend
+on how many there are, nor on the form of the weights.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,32 +36,23 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     register_handler,
     wait_for,
 )
-from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
-from jaxserve.pallas_kernels.cpu_ffi.tile_registers import (
-    LINE,
-    ROWS,
-    STEP,
-    TILE_BYTES,
-    W_TILES,
-    X_TILES,
-    Tiles,
-    configure_tiles,
-    emit_pairs,
-    emit_row_starts,
-    emit_transposed_sums,
-    release_tiles,
-)
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_pairs, emit_row_starts
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import Tiles, configure_tiles, release_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, Emitter, emit_loop, void_intrinsic
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
-from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import SCALE_BYTES, ExpandTile, make_expand_tile
+from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
+    PAIR,
+    SCRATCH_BYTES,
+    make_product,
+    make_product_of_one,
+)
+from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import ExpandTile, make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
-from llvmlite import ir
 from numba import types
 
-_PAIR = 2  # tiles computed side by side, of outputs and of rows: four sums, for which eight registers suffice
-_BUFFER_BYTES = _PAIR * TILE_BYTES  # the expanded weights of one step; two of them
-_SCRATCH_BYTES = _PAIR * _PAIR * TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
 _ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
+_GROUP_BYTES = 393216  # of packed x that all weights of an item are multiplied with before the next: the second cache
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
 # The plan: its head, then numbers, then the count of packed blocks on a cache line of its own, then packed x,
@@ -80,18 +70,20 @@ def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight) -> jax.Array:
 
 
 def fits(w: jax.Array | QuantizedWeight) -> bool:
-    """Whether a weight [N, K] is computed with in bfloat16 and can be cut into tiles."""
+    """Whether the CPU multiplies in tiles, and a weight [N, K] is meant for bfloat16 and can be cut into them."""
     dtype = w.expanded if isinstance(w, QuantizedWeight) else w.dtype.name
     outputs, inputs = w.shape
-    return dtype == "bfloat16" and outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
+    is_cut = outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
+    return has_bf16_dot() and dtype == "bfloat16" and is_cut
 
 
 @functools.cache
 def _handler(kind: str) -> str:
-    if not has_bf16_tiles():  # it also asks for the registers, without which these instructions end the process
-        raise RuntimeError("products in tiles: got a CPU or system without AMX for bfloat16; allowed: other kernels")
-    name = f"jaxserve_linear_{kind}_tiles"
-    return register_handler(name, lambda: _make_handler(name, kind))
+    if not has_bf16_dot():
+        raise RuntimeError("products in tiles: got a CPU without AVX-512 for bfloat16; allowed: other kernels")
+    in_registers = has_bf16_tiles()  # it also asks for them; without, their instructions end the process
+    name = f"jaxserve_linear_{kind}_{'tiles' if in_registers else 'dots'}"
+    return register_handler(name, lambda: _make_handler(name, kind, in_registers=in_registers))
 
 
 def _make_pack() -> Any:
@@ -119,136 +111,6 @@ def _make_round() -> Any:
             e.store(value, e.b.add(target, e.b.mul(i, e.const(2))), 2 * LANES)
 
     return void_intrinsic((types.intp,) * 3, emit)
-
-
-def _make_product_of_one(expand_tile: ExpandTile | None) -> Any:
-    """product(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step): as _make_product's, for one row of x, which
-    lies there as bfloat16, in tiles configured for one column. Neither x nor the sums have to be transposed."""
-
-    def emit(e: Emitter, outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step) -> None:
-        b = e.b
-        done = b.append_basic_block("product.done")
-        cases = {n: b.append_basic_block(f"product.{n}") for n in (1, _PAIR)}
-        b.switch(outputs, cases[_PAIR]).add_case(e.const(1), cases[1])
-        for n, block in cases.items():
-            b.position_at_end(block)
-            sums = _emit_sums(e, expand_tile, n, 1, w, w_stride, x, None, k, scratch, fetch, fetch_step)
-            for (output, _), tile in sums.items():
-                Tiles(e).store(tile, e.at(y, output * LINE), 4)
-            b.branch(done)
-        b.position_at_end(done)
-
-    return void_intrinsic((types.intp,) * 9, emit)
-
-
-def _make_product(expand_tile: ExpandTile | None) -> Any:
-    """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one or two
-    tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
-
-    Strides in bytes; x_stride from block to block. scratch has _SCRATCH_BYTES. fetch_step bytes are fetched ahead per
-    step. With expand_tile w is as stored, else bfloat16.
-    """
-
-    def emit(
-        e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step
-    ) -> None:
-        b = e.b
-        with emit_loop(e, 0, b.add(b.mul(b.sub(blocks, e.const(1)), e.const(ROWS)), rows), 1) as (row, _):
-            for n in range(_PAIR):  # else each line written is waited for at the end
-                e.prefetch(e.at(b.add(y, b.mul(row, y_stride)), n * LINE), to_write=True)
-        done = b.append_basic_block("product.done")
-        cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, _PAIR) for m in (1, _PAIR)}
-        chosen = b.add(b.mul(outputs, e.const(4)), blocks)
-        switch = b.switch(chosen, cases[_PAIR, _PAIR])
-        for (n, m), block in cases.items():
-            if (n, m) != (_PAIR, _PAIR):
-                switch.add_case(e.const(4 * n + m), block)
-        for (n, m), block in cases.items():
-            b.position_at_end(block)
-            sums = _emit_sums(e, expand_tile, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
-            for (output, row), tile in sums.items():
-                Tiles(e).store(tile, e.at(scratch, (_PAIR * output + row) * TILE_BYTES), LINE)
-            b.branch(done)
-        b.position_at_end(done)
-        _emit_transposed(e, outputs, blocks, y, y_stride, rows, scratch)
-
-    return void_intrinsic((types.intp,) * 13, emit)
-
-
-def _emit_sums(
-    e: Emitter,
-    expand_tile: ExpandTile | None,
-    outputs: int,
-    blocks: int,
-    w: ir.Value,
-    w_stride: ir.Value,
-    x: ir.Value,
-    x_stride: ir.Value | None,
-    k: ir.Value,
-    scratch: ir.Value,
-    fetch: ir.Value,
-    fetch_step: ir.Value,
-) -> dict[tuple[int, int], int]:
-    """w @ x.T of `outputs` tiles of weights and `blocks` of x. Returns the register of each tile of sums. Without
-    x_stride x is a single row."""
-    b, tiles = e.b, Tiles(e)
-    sums = {(n, m): _PAIR * n + m for n in range(outputs) for m in range(blocks)}
-    w_tiles, x_tiles = W_TILES[:outputs], X_TILES[:blocks]
-    columns = 1 if x_stride is None else ROWS
-    w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
-    buffers = e.at(scratch, _PAIR * _PAIR * TILE_BYTES)
-    space = e.at(buffers, 2 * _BUFFER_BYTES)
-
-    def buffer_of(count: ir.Value, n: int) -> ir.Value:
-        """Where tile n of a step is expanded: two places in turn; what was just written cannot be loaded at once."""
-        place = b.mul(b.and_(count, e.const(1)), e.const(_BUFFER_BYTES))
-        return e.at(b.add(buffers, place), n * TILE_BYTES)
-
-    def expand(i: ir.Value, count: ir.Value, n: int) -> None:
-        expand_tile(e, w_starts[n], w_stride, i, k, buffer_of(count, n), e.const(LINE), space)
-
-    if expand_tile is not None:
-        for n in range(outputs):
-            expand(e.const(0), e.const(0), n)
-    x_starts = [x] if x_stride is None else [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
-    for tile in sums.values():
-        tiles.zero(tile)
-    with emit_loop(e, 0, k, STEP) as (i, count):
-        w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * columns))
-        for tile, start in zip(x_tiles, x_starts):
-            tiles.load(tile, b.add(start, x_offset), e.const(4 * columns))
-        with emit_loop(e, 0, fetch_step, LINE) as (line, _):
-            e.prefetch(b.add(b.add(fetch, b.mul(count, fetch_step)), line))
-        following = b.add(i, e.const(STEP))
-        is_more = b.icmp_signed("<", following, k)
-        for n, start in enumerate(w_starts):
-            if expand_tile is None:
-                tiles.load(w_tiles[n], b.add(start, w_offset), w_stride)
-            else:
-                with b.if_then(is_more):
-                    expand(following, b.add(count, e.const(1)), n)
-                tiles.load(w_tiles[n], buffer_of(count, n), e.const(LINE))
-            for m in range(blocks):
-                tiles.multiply_add(sums[n, m], w_tiles[n], x_tiles[m])
-    return sums
-
-
-def _emit_transposed(
-    e: Emitter,
-    outputs: ir.Value,
-    blocks: ir.Value,
-    y: ir.Value,
-    y_stride: ir.Value,
-    rows: ir.Value,
-    scratch: ir.Value,
-) -> None:
-    """The sums in scratch, [outputs, rows] tile by tile, to y."""
-    b = e.b
-    with emit_loop(e, 0, outputs, 1) as (n, _), emit_loop(e, 0, blocks, 1) as (m, _):
-        tile = b.add(scratch, b.mul(b.add(b.mul(n, e.const(_PAIR)), m), e.const(TILE_BYTES)))
-        out = b.add(b.add(y, b.mul(y_stride, b.mul(m, e.const(ROWS)))), b.mul(n, e.const(LINE)))
-        is_last = b.icmp_signed("==", b.add(m, e.const(1)), blocks)
-        emit_transposed_sums(e, tile, out, y_stride, b.select(is_last, rows, e.const(ROWS)))
 
 
 def _make_expand(kind: str) -> Any:
@@ -281,11 +143,56 @@ def _packed_bytes(k):
     return k * (TILE_BYTES // STEP)
 
 
-def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
-    pack, round_one, product, fetch = _make_pack(), _make_round(), _make_product(None), _make_fetch()
+class _Arithmetic(NamedTuple):
+    """How sums are made: numba functions."""
+
+    begin: Any  # (rows): before the first product of a work item
+    end: Any  # (): after the last
+    product: Any  # of weights in bfloat16
+    product_of_stored: Any  # of weights as stored, up to PAIR blocks of rows; only where has_stored
+    product_of_one: Any  # of weights as stored and one row of x that is not packed; only where has_stored
+    has_stored: bool
+
+
+def _make_register_arithmetic(name: str, expand_tile: ExpandTile | None) -> _Arithmetic:
+    product = make_product(None, in_registers=True)
+    product_of_stored = product if expand_tile is None else make_product(expand_tile, in_registers=True)
     configure_one = void_intrinsic((), lambda e: Tiles(e).configure(1))
+
+    @named(name)
+    def begin(rows):
+        if rows == 1:
+            configure_one()
+        else:
+            configure_tiles()
+
+    return _Arithmetic(begin, release_tiles, product, product_of_stored, make_product_of_one(expand_tile), True)
+
+
+def _make_dot_arithmetic(name: str) -> _Arithmetic:
+    @named(name)
+    def begin(rows):
+        pass
+
+    @named(name)
+    def end():
+        pass
+
+    @named(name)
+    def product_of_one(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step):
+        pass
+
+    product = make_product(None, in_registers=False)
+    return _Arithmetic(begin, end, product, product, product_of_one, False)
+
+
+def _make_handler(name: str, kind: str, *, in_registers: bool) -> tuple[Any, Any, Any]:
+    pack, round_one, fetch = _make_pack(), _make_round(), _make_fetch()
     is_dense = kind == "bfloat16"
-    w_type, slab = BF16 if is_dense else U8, _PAIR * ROWS  # outputs computed together
+    expand_tile = None if is_dense else make_expand_tile(kind)
+    arithmetic = _make_register_arithmetic(name, expand_tile) if in_registers else _make_dot_arithmetic(name)
+    begin, end, product, product_of_stored, product_of_one, has_stored = arithmetic
+    w_type, slab = BF16 if is_dense else U8, PAIR * ROWS  # outputs computed together
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
     if is_dense:
 
@@ -293,10 +200,8 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         def expand(outputs, w, w_stride, k, target, space):
             pass
 
-        product_of_stored, product_of_one = product, _make_product_of_one(None)
     else:
-        expand, expand_tile = _make_expand(kind), make_expand_tile(kind)
-        product_of_stored, product_of_one = _make_product(expand_tile), _make_product_of_one(expand_tile)
+        expand = _make_expand(kind)
 
     @named(name)
     def stored_bytes(frame):
@@ -334,7 +239,7 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
         blocks, packed = load_i64(plan, _BLOCKS), plan + _SPACE
         if i < blocks:
             source = frames.x_data(frame) + i * ROWS * k * 4
-            if rows == 1:
+            if has_stored and rows == 1:
                 round_one(source, k, packed)
             else:
                 pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * _packed_bytes(k))
@@ -342,43 +247,39 @@ def _make_handler(name: str, kind: str) -> tuple[Any, Any, Any]:
             return
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
-        turns = (blocks + _PAIR - 1) // _PAIR
+        group = max(_GROUP_BYTES // _packed_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
+        turns = (min(group, blocks) + PAIR - 1) // PAIR
         fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE
-        stored, scratch, w = stored_bytes(frame), stack(_SCRATCH_BYTES), frames.w_data(frame)
+        stored, scratch, w = stored_bytes(frame), stack(SCRATCH_BYTES), frames.w_data(frame)
         expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
         fetch(w + first * stored, slab * stored)  # what comes after it is fetched on the way
         wait_for(plan + _PACKED, blocks)
-        if rows == 1:
-            configure_one()
-        else:
-            configure_tiles()
-        for n in range(first, last, slab):
-            weights = w + n * stored
-            if rows == 1:
-                product_of_one(
-                    min(_PAIR, (last - n) // ROWS), weights, stored, packed, k, frames.y_data(frame) + n * 4, scratch,
-                    weights + slab * stored, fetch_step,
-                )  # fmt: skip
-                continue
-            if not is_dense and turns == 1:
-                product_of_stored(
-                    min(_PAIR, (last - n) // ROWS), blocks, weights, stored, packed, _packed_bytes(k), k,
-                    frames.y_data(frame) + n * 4, outputs * 4, rows - (blocks - 1) * ROWS, scratch,
-                    weights + slab * stored, fetch_step,
-                )  # fmt: skip
-                continue
-            if not is_dense:
-                expand(min(_PAIR, (last - n) // ROWS), weights, stored, k, expanded, scratch)
-                weights = expanded
-            for m in range(0, blocks, _PAIR):
-                count = min(_PAIR, blocks - m)
-                product(
-                    min(_PAIR, (last - n) // ROWS), count, weights, 2 * k, packed + m * _packed_bytes(k),
-                    _packed_bytes(k), k, frames.y_data(frame) + m * ROWS * outputs * 4 + n * 4, outputs * 4,
-                    min(ROWS, rows - (m + count - 1) * ROWS), scratch,
-                    w + (n + slab) * stored + m // _PAIR * (k // STEP) * fetch_step, fetch_step,
-                )  # fmt: skip
-        release_tiles()
+        begin(rows)
+        for above in range(0, blocks, group):
+            below = min(above + group, blocks)
+            for n in range(first, last, slab):
+                tiles, weights, y = min(PAIR, (last - n) // ROWS), w + n * stored, frames.y_data(frame) + n * 4
+                ahead = weights + slab * stored
+                if has_stored and rows == 1:
+                    product_of_one(tiles, weights, stored, packed, k, y, scratch, ahead, fetch_step)
+                    continue
+                if has_stored and not is_dense and turns == 1:
+                    product_of_stored(
+                        tiles, blocks, weights, stored, packed, _packed_bytes(k), k,
+                        y, outputs * 4, rows - (blocks - 1) * ROWS, scratch, ahead, fetch_step,
+                    )  # fmt: skip
+                    continue
+                if not is_dense:
+                    expand(tiles, weights, stored, k, expanded, scratch)
+                    weights = expanded
+                for m in range(above, below, PAIR):
+                    count = min(PAIR, below - m)
+                    product(
+                        tiles, count, weights, 2 * k, packed + m * _packed_bytes(k), _packed_bytes(k), k,
+                        y + m * ROWS * outputs * 4, outputs * 4, min(ROWS, rows - (m + count - 1) * ROWS), scratch,
+                        ahead + (m - above) // PAIR * (k // STEP) * fetch_step, fetch_step,
+                    )  # fmt: skip
+        end()
 
     @named(name)
     def finish(frame, plan):

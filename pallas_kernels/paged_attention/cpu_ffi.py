@@ -44,7 +44,7 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     wait_for,
 )
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles, has_wide_vectors
-from jaxserve.pallas_kernels.cpu_ffi.tile_registers import ROWS, STEP
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import ROWS, STEP
 from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES, MASKED, exp_in_place
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_cascade import RECORD_UNIT, record_of
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (

@@ -18,7 +18,8 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     zero_bytes,
 )
 from jaxserve.pallas_kernels.cpu_ffi.parallel import named
-from jaxserve.pallas_kernels.cpu_ffi.tile_registers import LINE, ROWS, configure_tiles, release_tiles
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import configure_tiles, release_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES
 from jaxserve.pallas_kernels.paged_attention import cpu_ffi_tiles
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (

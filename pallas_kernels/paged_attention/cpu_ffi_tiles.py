@@ -18,28 +18,27 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I16, I32, I64
-from jaxserve.pallas_kernels.cpu_ffi.tile_registers import (
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import (
     LINE,
     ROWS,
     STEP,
     TILE_BYTES,
-    W_TILES,
-    X_TILES,
-    Tiles,
     emit_pairs,
     emit_row_starts,
     emit_transposed_sums,
 )
+from jaxserve.pallas_kernels.cpu_ffi.tile_registers import W_TILES, X_TILES, Tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     INT_VECTOR,
     LANES,
+    LOCALITY_SECOND_CACHE,
     MASKED,
     VECTOR,
     Emitter,
     emit_loop,
     void_intrinsic,
 )
-from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import LOCALITY_SECOND_CACHE, TILE
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import TILE
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils

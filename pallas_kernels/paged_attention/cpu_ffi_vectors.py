@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
     LANES,
+    LOCALITY_SECOND_CACHE,
     MASKED,
     VECTOR,
     Emitter,
@@ -31,7 +32,6 @@ from numba.core import cgutils
 
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
-LOCALITY_SECOND_CACHE = 2  # for tiles that are fetched: the first cache is full with this one and its source
 _INT, _FLOAT = types.intp, types.float32
 LoadRow = Callable[[ir.Value, ir.Value, int], list[ir.Value]]  # (row, column, vectors): those of a matrix
 

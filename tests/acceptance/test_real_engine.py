@@ -74,7 +74,9 @@ def test_where_products_are_made_in_tiles_company_changes_no_token(smollm2: str)
     """In bfloat16, with sizes of steps and of samples as they come."""
     params = [SamplingParams(seed=n, temperature=1.0, max_tokens=16, ignore_eos=True) for n in range(8)]
     prompts = [row["prompt"] for row in SHORT[:8]]
-    with LLM(smollm2, max_model_len=256, max_num_rows=8, warmup=False, progress=False) as engine:
+    with LLM(
+        smollm2, matmul_backend="cpu_tiles", max_model_len=256, max_num_rows=8, warmup=False, progress=False
+    ) as engine:
         alone = [engine.generate(prompt, each)[0].token_ids for prompt, each in zip(prompts, params)]
         engine.flush_cache()
         together = [output.token_ids for output in engine.generate(prompts, params)]
@@ -89,8 +91,8 @@ def test_quantised_pages_change_with_no_company(smollm2: str, page_dtype: str) -
     params = [SamplingParams(seed=n, temperature=1.0, max_tokens=64, ignore_eos=True) for n in range(8)]
     prompts = [row["prompt"] for row in SHORT[:8]]
     with LLM(
-        smollm2, page_dtype=page_dtype, max_model_len=160, max_num_rows=8, max_step_tokens=24, num_pages=24,
-        warmup=False, progress=False,
+        smollm2, matmul_backend="cpu_tiles", page_dtype=page_dtype, max_model_len=160, max_num_rows=8,
+        max_step_tokens=24, num_pages=24, warmup=False, progress=False,
     ) as engine:  # fmt: skip
         alone = [engine.generate(prompt, each)[0].token_ids for prompt, each in zip(prompts, params)]
         engine.flush_cache()

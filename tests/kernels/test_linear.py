@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cpu_marks import needs_cpu_ffi, needs_cpu_tiles
-from jaxserve.pallas_kernels.backend import cpu_tiles_available
+from cpu_marks import needs_cpu_ffi, needs_cpu_tiles, needs_tile_registers
+from jaxserve.pallas_kernels.backend import cpu_tiles_available, has_tile_registers
 from jaxserve.pallas_kernels.matmul.api import linear, take_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
     KINDS,
@@ -83,7 +83,7 @@ def test_rows_in_tiles_do_not_depend_on_their_number(outputs, k, backend):
             assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
 
 
-@needs_cpu_tiles
+@needs_tile_registers
 def test_a_weight_kept_twice_is_read_in_its_blocks_where_there_are_tiles():
     weight, _ = _quantized("q4_1", 48, 64)
     both = DoubleWeight(weight, jnp.ones((48, 64), jnp.bfloat16))
@@ -264,7 +264,7 @@ def test_parts_of_several_forms_are_one_product(backend):
     x, _ = _arrays(4, 112, 64, "float32")
     expected = np.asarray(x).astype(np.float64) @ np.concatenate([values for _, values in parts] + [dense]).T
     found = np.asarray(_linear(x, weight, backend=backend))
-    in_float32 = backend == "cpu_ffi" and not cpu_tiles_available()[0]
+    in_float32 = backend == "cpu_ffi" and not has_tile_registers()
     np.testing.assert_allclose(found, expected, atol=(2e-6 if in_float32 else 1e-2) * np.abs(expected).max())
     np.testing.assert_array_equal(np.asarray(_linear(x, same, backend=backend)), found[:, 48:96])
 
