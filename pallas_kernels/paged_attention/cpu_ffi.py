@@ -43,7 +43,7 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     register_handler,
     wait_for,
 )
-from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles, has_wide_vectors
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles, has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import ROWS, STEP
 from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES, MASKED, exp_in_place
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_cascade import RECORD_UNIT, record_of
@@ -146,14 +146,23 @@ def paged_attention_cpu(
     return out, QuantizedPages(*parts) if is_quantized else parts[0]
 
 
+def form_of(head_dim: int, kind: str, page_size: int) -> str:
+    """How pages of `kind` are computed with on this CPU: in "tiles" of its registers, by "pairs" of bfloat16 (weights
+    are rounded to it then), or by other "vectors"."""
+    if kind == "bfloat16" and head_dim % STEP == 0 and has_bf16_dot():
+        return "tiles" if page_size % ROWS == 0 and has_bf16_tiles() else "pairs"
+    return "vectors"
+
+
 @functools.cache
 def _handler(head_dim: int, kind: str, page_size: int) -> str:
-    has_tiles = kind == "bfloat16" and page_size % ROWS == 0 and head_dim % STEP == 0 and has_bf16_tiles()
-    block_vectors = TILE // LANES if has_wide_vectors() else 1
-    name = f"jaxserve_paged_attention_d{head_dim}_{kind}_{'tiles' if has_tiles else f'b{block_vectors}'}"
+    form, block_vectors = form_of(head_dim, kind, page_size), TILE // LANES if has_wide_vectors() else 1
+    name = f"jaxserve_paged_attention_d{head_dim}_{kind}_b{block_vectors}_{form}"
 
     def make_kernel() -> SegmentKernel:
-        return make_tile_kernel(head_dim) if has_tiles else make_vector_kernel(head_dim, kind, block_vectors)
+        if form == "tiles":
+            return make_tile_kernel(head_dim)
+        return make_vector_kernel(head_dim, kind, block_vectors, in_pairs=form == "pairs")
 
     return register_handler(name, lambda: _make_handler(name, head_dim, kind, make_kernel()))
 

@@ -41,15 +41,16 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     group_of,
     page_size_of,
 )
+from jaxserve.pallas_kernels.paged_attention.cpu_ffi_products import make_product, make_value_product
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     MAX_BLOCK_ROWS,
     TILE,
     make_clear_row,
     make_load_keys,
+    make_load_value_pairs,
     make_load_values,
-    make_product,
     make_softmax_row,
-    make_value_product,
+    make_split_row,
 )
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 
@@ -80,15 +81,28 @@ def _page_of(frame, unit, position, page_bytes):
     return data(arg(frame, ARG_PAGES)) + head * page_bytes
 
 
-def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentKernel:
-    """For pages of any kind and size, on any CPU."""
-    tag = f"d{head_dim}_{kind}_b{block_vectors}"
-    load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
-    softmax_row, clear_row = make_softmax_row(head_dim), make_clear_row(head_dim)
-    score_product = make_product(TILE // LANES, block_vectors)
-    tile_product = make_product(head_dim // LANES, block_vectors)
-    value_product = make_value_product(head_dim, kind, block_vectors)
+@jit
+def _nothing(row):
+    pass
+
+
+def make_vector_kernel(head_dim: int, kind: str, block_vectors: int, *, in_pairs: bool = False) -> SegmentKernel:
+    """For pages of any kind and size, on any CPU.
+
+    in_pairs: products of bfloat16 pairs, for pages in that type, where the CPU has them and head_dim is a multiple of
+    32. K and V are multiplied as they are, queries as two numbers each, weights rounded.
+    """
+    tag = f"d{head_dim}_{kind}_b{block_vectors}{'_pairs' if in_pairs else ''}"
+    load_keys = make_load_keys(head_dim, kind, in_pairs=in_pairs)
+    load_values = make_load_value_pairs(head_dim) if in_pairs else make_load_values(head_dim, kind)
+    softmax_row, clear_row = make_softmax_row(head_dim, in_pairs=in_pairs), make_clear_row(head_dim)
     row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
+    per_row = 2 if in_pairs else 1  # dims, or tokens, in a row of a tile
+    score_parts, value_parts = ((0, 2 * head_dim), (0,)) if in_pairs else ((), ())
+    score_product = make_product(TILE // LANES, block_vectors, row_bytes, head_dim // per_row, parts=score_parts)
+    tile_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE // per_row, parts=value_parts)
+    split_row = make_split_row(head_dim) if in_pairs else _nothing
+    value_product = make_value_product(head_dim, kind, block_vectors)
 
     @named(tag)
     def find_tokens(frame, unit, start, addresses):
@@ -122,7 +136,7 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
         first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
         # Values that one register block uses are read where they lie; without wide vectors that would turn every
         # token's address and scale into work of each column.
-        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1
+        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1 or in_pairs
         for r in range(rows):
             clear_row(sums + r * head_bytes, states + 8 * r)
         start = max(index * SEGMENT, first // TILE * TILE)
@@ -131,9 +145,10 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
             find_tokens(frame, unit, tile + TILE, ahead)
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
-                    load_keys(here + 8 * u, ahead + 8 * u, keys + 4 * u, pages, scales)
+                    load_keys(here + 8 * u, keys + 4 * u, pages, scales)
                     if has_value_tile:
-                        load_values(here + 8 * u, ahead + 8 * u, page_size, values + u * head_bytes, pages, scales)
+                        load_values(here + 8 * u, page_size, values + u // per_row * head_bytes, pages, scales)
+            fetched = ahead  # with the first rows
             for r in range(0, rows, MAX_BLOCK_ROWS):
                 block = min(MAX_BLOCK_ROWS, rows - r)
                 # Tokens that some row of the block sees; rows are ordered by token.
@@ -142,8 +157,9 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
                 if high <= low:
                     continue
                 score_product(
-                    block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4, 0, head_dim, 0
-                )
+                    block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4,
+                    0, head_dim // per_row, 0, fetched, 0,
+                )  # fmt: skip
                 for i in range(block):
                     at = position + (r + i) // group - tile
                     softmax_row(
@@ -152,10 +168,12 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
                     )  # fmt: skip
                 if has_value_tile:
                     tile_product(
-                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes, low, high, 1
-                    )
+                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes,
+                        low // per_row, (high + per_row - 1) // per_row, 1, fetched, page_size * row_bytes,
+                    )  # fmt: skip
                 else:
                     value_product(block, scores, here, ahead, page_size, pages, scales, sums, low, high)
+                fetched = 0
             here, ahead = ahead, here
 
     @named(tag)
@@ -164,7 +182,9 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
 
     @named(tag)
     def prepare(frame, unit, index, queries, work):
-        pass
+        if in_pairs:
+            for r in range(_rows_of_unit(frame, unit)):
+                split_row(queries + r * head_bytes)
 
     @named(tag)
     def finish():

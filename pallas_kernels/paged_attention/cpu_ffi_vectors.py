@@ -8,11 +8,10 @@ number of rows taken at once, which is what makes a token's result independent o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I32, I64
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I16, I32, I64
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -33,7 +32,6 @@ from numba.core import cgutils
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
 _INT, _FLOAT = types.intp, types.float32
-LoadRow = Callable[[ir.Value, ir.Value, int], list[ir.Value]]  # (row, column, vectors): those of a matrix
 
 
 def make_write_row(head_dim: int, kind: str) -> Any:
@@ -110,15 +108,37 @@ def make_scale_row(head_dim: int) -> Any:
     return void_intrinsic((_INT, _INT, _FLOAT), emit)
 
 
-def make_load_keys(head_dim: int, kind: str) -> Any:
-    """load_keys(addresses, ahead, keys, pages, scales): K of 16 tokens into a tile, transposed.
+def make_split_row(head_dim: int) -> Any:
+    """split_row(row): head_dim float32 as the sum of two bfloat16 each, in their place: all first ones, of the numbers
+    rounded, and then of what rounding left. Only where support.has_bf16_dot()."""
 
-    addresses, ahead   16 addresses of K rows: of these tokens, and of those to fetch for the next tile
-    keys               column of the tile where the 16 tokens start
-    pages, scales      the first row and its scale, for codes
+    def emit(e: Emitter, row: ir.Value) -> None:
+        b = e.b
+        values = [e.load(e.at(row, 4 * d)) for d in range(0, head_dim, LANES)]
+        for part in range(2):
+            narrow = [e.to_bf16(value) for value in values]
+            for i, value in enumerate(narrow):
+                e.store(value, e.at(row, 2 * (part * head_dim + i * LANES)), 2)
+            values = [b.fsub(value, _widen(e, short)) for value, short in zip(values, narrow)]
+
+    return void_intrinsic((_INT,), emit)
+
+
+def _widen(e: Emitter, narrow: ir.Value) -> ir.Value:
+    """16 bfloat16, as int16, in float32."""
+    shifted = e.b.shl(e.b.zext(narrow, INT_VECTOR), ir.Constant(INT_VECTOR, [16] * LANES))
+    return e.b.bitcast(shifted, VECTOR)
+
+
+def make_load_keys(head_dim: int, kind: str, *, in_pairs: bool = False) -> Any:
+    """load_keys(addresses, keys, pages, scales): K of 16 tokens into a tile, transposed. In pairs a lane of the tile
+    has two dims in bfloat16, as pages have them.
+
+    addresses       16 addresses of K rows
+    keys            column of the tile where the 16 tokens start
+    pages, scales   the first row and its scale, for codes
     """
     size = ELEMENT_BYTES[kind]
-    line = 64 // size  # elements per cache line
     # Neighbouring dims travel together as one 32-bit lane: a half or a quarter of the shuffles.
     group = 4 // size if head_dim % (LANES * 4 // size) == 0 else 1
 
@@ -131,60 +151,86 @@ def make_load_keys(head_dim: int, kind: str) -> Any:
         shifted = b.lshr(lanes, ir.Constant(INT_VECTOR, [8 * i] * LANES))
         return e.codes_as_float(b.trunc(shifted, ir.VectorType(I8, LANES)), kind)
 
-    def emit(e: Emitter, addresses, ahead, keys, pages, scales) -> None:
+    def emit(e: Emitter, addresses, keys, pages, scales) -> None:
         b = e.b
         rows = [e.load(e.at(addresses, 8 * i), I64, 8) for i in range(LANES)]
-        nexts = [e.load(e.at(ahead, 8 * i), I64, 8) for i in range(LANES)]
         factors = _emit_scales(e, head_dim, kind, rows, pages, scales) if kind in CODES else None
         with emit_loop(e, 0, head_dim, LANES * group) as (d, _):
             offset = b.mul(d, e.const(size))
-            target = b.add(keys, b.mul(d, e.const(4 * TILE)))
-            with b.if_then(b.icmp_unsigned("==", b.and_(d, e.const(line - 1)), e.const(0))):
-                for address in nexts:
-                    e.prefetch(b.add(address, offset), locality=LOCALITY_SECOND_CACHE)
+            target = b.add(keys, b.mul(d, e.const((2 if in_pairs else 4) * TILE)))
             if group > 1:
                 columns = e.transpose([e.load(b.add(row, offset), INT_VECTOR, size) for row in rows])
-                columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
+                if not in_pairs:
+                    columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
             else:
                 columns = e.transpose([e.load_as_float(b.add(row, offset), kind) for row in rows])
             for i, column in enumerate(columns):
                 e.store(column if factors is None else b.fmul(column, factors), e.at(target, 4 * i * TILE))
 
-    return void_intrinsic((_INT,) * 5, emit)
+    return void_intrinsic((_INT,) * 4, emit)
 
 
 def make_load_values(head_dim: int, kind: str) -> Any:
-    """load_values(addresses, ahead, page_size, values, pages, scales): V of 16 tokens into a tile.
+    """load_values(addresses, page_size, values, pages, scales): V of 16 tokens into a tile.
 
     page_size   rows from a token's K, whose addresses are given as in load_keys, to its V
     values      row of the tile where the 16 tokens start
     """
 
-    def emit(e: Emitter, addresses, ahead, page_size, values, pages, scales) -> None:
+    def emit(e: Emitter, addresses, page_size, values, pages, scales) -> None:
         b = e.b
         # Token by token: one address at a time stays in a register, where 16 would not.
         with emit_loop(e, 0, LANES, 1) as (i, _):
-            vectors = _emit_values(
-                e, head_dim, kind, e.const(0), head_dim // LANES, addresses, ahead, page_size, pages, scales, i
+            vectors = emit_values(
+                e, head_dim, kind, e.const(0), head_dim // LANES, addresses, None, page_size, pages, scales, i
             )
             target = b.add(values, b.mul(i, e.const(4 * head_dim)))
             for j, vector in enumerate(vectors):
                 e.store(vector, e.at(target, 64 * j))
 
-    return void_intrinsic((_INT,) * 6, emit)
+    return void_intrinsic((_INT,) * 5, emit)
 
 
-def _emit_values(
+def make_load_value_pairs(head_dim: int) -> Any:
+    """load_value_pairs(addresses, page_size, values, pages, scales): as load_values for bfloat16, two tokens in a row
+    of the tile: a lane has their numbers of one dim. 0 for tokens whose K is that of the dummy page."""
+    shorts = ir.VectorType(I16, 2 * LANES)
+    by_dim = [lane // 2 + 2 * LANES * (lane % 2) for lane in range(2 * LANES)]
+    orders = [ir.Constant(ir.VectorType(I32, 2 * LANES), [lane + half for lane in by_dim]) for half in (0, LANES)]
+
+    def emit(e: Emitter, addresses, page_size, values, pages, scales) -> None:
+        b = e.b
+        offset = b.mul(page_size, e.const(2 * head_dim))
+        with emit_loop(e, 0, LANES, 2) as (token, pair):
+            rows = []
+            for i in range(2):
+                key = e.load(b.add(addresses, b.mul(e.at(token, i), e.const(8))), I64, 8)
+                rows.append((b.add(key, offset), b.icmp_unsigned("!=", key, pages)))
+            target = b.add(values, b.mul(pair, e.const(4 * head_dim)))
+            for d in range(0, head_dim, 2 * LANES):
+                both = [
+                    b.select(is_there, e.load(e.at(row, 2 * d), shorts, 2), ir.Constant(shorts, [0] * 2 * LANES))
+                    for row, is_there in rows
+                ]
+                for i, order in enumerate(orders):
+                    e.store(b.shuffle_vector(*both, order), e.at(target, 4 * (d + i * LANES)))
+
+    return void_intrinsic((_INT,) * 5, emit)
+
+
+def emit_values(
     e: Emitter, head_dim: int, kind: str, start: ir.Value, width: int, addresses, ahead, page_size, pages, scales, token
 ) -> list[ir.Value]:
-    """`width` vectors of a token's V as float32, from dim `start` on; those of the token ahead are fetched."""
+    """`width` vectors of a token's V as float32, from dim `start` on; those of the token ahead, if any, are fetched."""
     b, size = e.b, ELEMENT_BYTES[kind]
     place = b.mul(token, e.const(8))
     key = e.load(b.add(addresses, place), I64, 8)
     offset = b.add(b.mul(page_size, e.const(head_dim * size)), b.mul(start, e.const(size)))
-    row, fetched = b.add(key, offset), b.add(e.load(b.add(ahead, place), I64, 8), offset)
-    for byte in range(0, LANES * width * size, 64):
-        e.prefetch(e.at(fetched, byte), locality=LOCALITY_SECOND_CACHE)
+    row = b.add(key, offset)
+    if ahead is not None:
+        fetched = b.add(e.load(b.add(ahead, place), I64, 8), offset)
+        for byte in range(0, LANES * width * size, 64):
+            e.prefetch(e.at(fetched, byte), locality=LOCALITY_SECOND_CACHE)
     vectors = [e.load_as_float(e.at(row, LANES * j * size), kind) for j in range(width)]
     if kind not in CODES:
         return vectors
@@ -211,98 +257,11 @@ def _emit_scales(e: Emitter, head_dim: int, kind: str, rows: list[ir.Value], pag
     return found
 
 
-def make_product(vectors: int, block_vectors: int) -> Any:
-    """product(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add):
-    c[rows, 16 * vectors] = (add ? c : 0) + a[rows, first:last] @ b[first:last, 16 * vectors]
-
-    rows is 1 to MAX_BLOCK_ROWS; strides are in bytes. Columns are taken block_vectors at a time. Every element
-    is one chain of fused multiply-adds in the order of the inner index, whatever the number of rows and columns
-    computed with it.
-    """
-
-    def emit(e: Emitter, rows, a, a_stride, b_, b_stride, c, c_stride, first, last, add) -> None:
-        def load(i: ir.Value, column: ir.Value, width: int) -> list[ir.Value]:
-            row = e.b.add(e.b.add(b_, e.b.mul(i, b_stride)), e.b.mul(column, e.const(4)))
-            return [e.load(e.at(row, 64 * n)) for n in range(width)]
-
-        _emit_product(e, vectors, block_vectors, load, rows, a, a_stride, c, c_stride, first, last, add)
-
-    return void_intrinsic((_INT,) * 10, emit)
-
-
-def make_value_product(head_dim: int, kind: str, block_vectors: int) -> Any:
-    """value_product(rows, weights, addresses, ahead, page_size, pages, scales, sums, first, last):
-    sums[rows, head_dim] += weights[rows, first:last] @ V[first:last], read where it lies in its pages.
-
-    For rows that one block holds: V needs no tile then, which would be written and read once. Every element is summed
-    as make_product does it. Arguments are those of make_load_values and make_product.
-    """
-
-    def emit(e: Emitter, rows, weights, addresses, ahead, page_size, pages, scales, sums, first, last) -> None:
-        def load(i: ir.Value, column: ir.Value, width: int) -> list[ir.Value]:
-            return _emit_values(e, head_dim, kind, column, width, addresses, ahead, page_size, pages, scales, i)
-
-        _emit_product(
-            e, head_dim // LANES, block_vectors, load,
-            rows, weights, e.const(4 * TILE), sums, e.const(4 * head_dim), first, last, e.const(1),
-        )  # fmt: skip
-
-    return void_intrinsic((_INT,) * 10, emit)
-
-
-def _emit_product(
-    e: Emitter, vectors: int, block_vectors: int, load: LoadRow, rows, a, a_stride, c, c_stride, first, last, add
-) -> None:
-    """make_product, with the right matrix as load makes it."""
-    b = e.b
-    full = vectors // block_vectors
-    for start, count, width in ((0, full, block_vectors), (full * block_vectors, 1, vectors % block_vectors)):
-        if width == 0 or count == 0:
-            continue
-        done = b.append_basic_block("product.done")
-        blocks = [b.append_basic_block(f"product.{r}") for r in range(1, MAX_BLOCK_ROWS + 1)]
-        switch = b.switch(rows, blocks[-1])
-        for r, block in enumerate(blocks[:-1], 1):
-            switch.add_case(e.const(r), block)
-        for r, block in enumerate(blocks, 1):
-            b.position_at_end(block)
-            begin = LANES * start
-            with emit_loop(e, begin, begin + LANES * width * count, LANES * width) as (column, _):
-                target = b.add(c, b.mul(column, e.const(4)))
-                _emit_block(e, r, width, a, a_stride, load, column, target, c_stride, first, last, add)
-            b.branch(done)
-        b.position_at_end(done)
-
-
-def _emit_block(
-    e: Emitter, rows: int, width: int, a, a_stride, load: LoadRow, column, c, c_stride, first, last, add
-) -> None:
-    """One register block of a product: `rows` times `width` vectors from `column` on."""
-    b = e.b
-    a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]
-    c_rows = [b.add(c, b.mul(c_stride, e.const(r))) for r in range(rows)]
-    sums = {(r, j): cgutils.alloca_once(b, VECTOR) for r in range(rows) for j in range(width)}
-    with b.if_else(b.icmp_signed("!=", add, e.const(0))) as (has_start, from_zero):
-        with has_start:
-            for (r, j), slot in sums.items():
-                b.store(e.load(e.at(c_rows[r], 64 * j)), slot)
-        with from_zero:
-            for slot in sums.values():
-                b.store(e.splat_const(0.0), slot)
-    with emit_loop(e, first, last, 1) as (i, _):
-        vectors = load(i, column, width)
-        for r in range(rows):
-            factor = e.splat(e.load(b.add(a_rows[r], b.mul(i, e.const(4))), FLOAT))
-            for j in range(width):
-                b.store(e.fma(factor, vectors[j], b.load(sums[r, j])), sums[r, j])
-    for (r, j), slot in sums.items():
-        e.store(b.load(slot), e.at(c_rows[r], 64 * j))
-
-
-def make_softmax_row(head_dim: int) -> Any:
+def make_softmax_row(head_dim: int, *, in_pairs: bool = False) -> Any:
     """softmax_row(scores, sums, state, low, high, cap): one row of one tile into the running softmax.
 
-    scores   [TILE]; on return the weights, exactly 0 outside tokens low : high
+    scores   [TILE]; on return the weights, exactly 0 outside tokens low : high; in pairs rounded to bfloat16, in the
+             first half of the place, and their sum is that of the rounded ones
     sums     [head_dim], the weighted values so far; rescaled when the maximum rises
     state    (maximum, sum of weights)
     cap      soft cap of the scores, 0: none
@@ -330,7 +289,12 @@ def make_softmax_row(head_dim: int) -> Any:
         total, wide = None, e.splat(new_top)
         for j, (score, visible) in enumerate(masked):
             weight = b.select(visible, e.exp(b.fsub(score, wide)), e.splat_const(0.0))
-            e.store(weight, e.at(scores, 64 * j))
+            if in_pairs:
+                narrow = e.to_bf16(weight)
+                weight = _widen(e, narrow)
+                e.store(narrow, e.at(scores, 32 * j), 2)
+            else:
+                e.store(weight, e.at(scores, 64 * j))
             total = weight if total is None else b.fadd(total, weight)
         e.store(new_top, state)
         e.store(b.fadd(b.fmul(old_sum, keep), e.sum_lanes(total)), e.at(state, 4))
