@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
-from jaxserve.pallas_kernels.matmul.api import linear, take_rows
+from jaxserve.pallas_kernels.matmul.api import activate, gated_linear, linear, take_rows
 from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 
 _LEAST_ROWS = 8  # of a reduction, below which XLA:CPU sums a row in another order
@@ -129,13 +129,11 @@ class FeedForward(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate_up.bias is None:
+            weight, backend = self.gate_up.weight.get_value(), self.gate_up.backend
+            return self.down(gated_linear(x, weight, activation=self.activation, backend=backend))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(activate(gate, self.activation) * up)
-
-
-def activate(x: jax.Array, name: str) -> jax.Array:
-    """The activation of config.ACTIVATIONS."""
-    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:

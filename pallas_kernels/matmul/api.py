@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxserve.pallas_kernels.matmul.quantized import (
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
@@ -60,6 +62,31 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
             return cpu_ffi.linear_cpu(x.astype(jnp.float32), w)
     return linear_xla(x, w)
+
+
+def gated_linear(x: jax.Array, w: AnyWeight, *, activation: str, backend: str) -> jax.Array:
+    """activation(x @ gate.T) * (x @ up.T) -> [T, N] float32, for w [2 N, K] that holds gate and, below it, up.
+
+    activation: as `activate` has them. Types, backend and errors as in `linear`.
+    """
+    if backend in ("cpu_ffi", "cpu_tiles") and x.ndim == 2 and x.shape[0] and x.shape[1:] == w.shape[1:]:
+        # Loaded only here: they need numba, which other platforms do without.
+        from jaxserve.pallas_kernels.matmul import cpu_ffi_tiles
+
+        dense = w
+        if isinstance(w, DoubleWeight):
+            dense = None if _takes_blocks(x, w.stored, backend) else w.dense
+        if activation in _ACTIVATIONS and cpu_ffi_tiles.fits_gated(dense):
+            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), dense, activation)
+    gate, up = jnp.split(linear(x, w, backend=backend), 2, axis=-1)
+    return activate(gate, activation) * up
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    """ "silu" or "gelu_tanh" (Hendrycks & Gimpel, 2016, arXiv:1606.08415) of every element."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation: got {name!r}; allowed: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name](x)
 
 
 def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:

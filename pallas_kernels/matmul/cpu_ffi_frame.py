@@ -60,15 +60,15 @@ def y_data(frame):
 
 
 @jit
-def has_shapes(frame, w_type, w_columns, step):
-    """Whether x is float32 with K a positive multiple of `step`, w of type `w_type` with `w_columns` columns, and y
-    fits both."""
+def has_shapes(frame, w_type, w_columns, step, per_output=1):
+    """Whether x is float32 with K a positive multiple of `step`, w of type `w_type` with `w_columns` columns and
+    `per_output` rows for each column of y, and y fits both."""
     x, w, y = arg(frame, _X), arg(frame, _W), ret(frame, 0)
     if dtype(x) != F32 or dtype(w) != w_type or rank(x) != 2 or rank(w) != 2 or rank(y) != 2:
         return False
     if dim(w, 1) != w_columns or dim(x, 1) % step != 0 or dim(x, 1) == 0:
         return False
-    return dim(y, 0) == dim(x, 0) and dim(y, 1) == dim(w, 0)
+    return dim(y, 0) == dim(x, 0) and dim(y, 1) * per_output == dim(w, 0)
 
 
 @jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I32
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I1, I32
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_transposed_sums
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import W_TILES, X_TILES, Tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
@@ -30,23 +30,28 @@ _BUFFER_BYTES = PAIR * TILE_BYTES  # the expanded weights of one step; two of th
 SCRATCH_BYTES = PAIR * PAIR * TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
 
 
-def make_product(expand_tile: ExpandTile | None, *, in_registers: bool) -> Any:
-    """product(outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one or two
-    tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
+def make_product(expand_tile: ExpandTile | None, *, in_registers: bool, activation: str = "") -> Any:
+    """product(outputs, blocks, w, apart, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one
+    or two tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
 
-    Strides in bytes; x_stride from block to block. scratch has SCRATCH_BYTES. fetch_step bytes are fetched ahead per
-    step. With expand_tile w is as stored, which is for tile registers alone, else bfloat16.
+    Strides in bytes; x_stride from block to block; the second tile's weights lie `apart` from the first's. scratch has
+    SCRATCH_BYTES. fetch_step bytes are fetched ahead per step. With expand_tile w is as stored, which is for tile
+    registers alone, else bfloat16.
+
+    With an activation (not in registers), of the first tile, y is it times the second tile, of which there is always
+    one; then fetch_step bytes are fetched of what comes behind each.
     """
 
     def emit(
-        e: Emitter, outputs, blocks, w, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step
+        e: Emitter, outputs, blocks, w, apart, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step
     ) -> None:
         b = e.b
         with emit_loop(e, 0, b.add(b.mul(b.sub(blocks, e.const(1)), e.const(ROWS)), rows), 1) as (row, _):
-            for n in range(PAIR):  # else each line written is waited for at the end
+            for n in range(1 if activation else PAIR):  # else each line written is waited for at the end
                 e.prefetch(e.at(b.add(y, b.mul(row, y_stride)), n * LINE), to_write=True)
         done = b.append_basic_block("product.done")
-        cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in (1, PAIR) for m in (1, PAIR)}
+        numbers = (PAIR,) if activation else (1, PAIR)
+        cases = {(n, m): b.append_basic_block(f"product.{n}.{m}") for n in numbers for m in (1, PAIR)}
         chosen = b.add(b.mul(outputs, e.const(4)), blocks)
         switch = b.switch(chosen, cases[PAIR, PAIR])
         for (n, m), block in cases.items():
@@ -55,22 +60,24 @@ def make_product(expand_tile: ExpandTile | None, *, in_registers: bool) -> Any:
         for (n, m), block in cases.items():
             b.position_at_end(block)
             if in_registers:
-                sums = _emit_sums(e, expand_tile, n, m, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
+                sums = _emit_sums(e, expand_tile, n, m, w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
                 for (output, row), tile in sums.items():
                     Tiles(e).store(tile, e.at(scratch, (PAIR * output + row) * TILE_BYTES), LINE)
-            elif m > 1:
-                _emit_dot_sums(e, n, m, LANES, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
             else:
-                is_half = b.icmp_signed("<=", rows, e.const(LANES // 2))
+                dots = w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step
+                is_half = b.icmp_signed("<=", rows, e.const(LANES // 2)) if m == 1 else ir.Constant(I1, 0)
                 with b.if_else(is_half) as (half, whole):
                     for lanes, case in ((LANES // 2, half), (LANES, whole)):
                         with case:
-                            _emit_dot_sums(e, n, m, lanes, w, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
+                            _emit_dot_sums(e, n, m, lanes, *dots, is_gated=bool(activation))
             b.branch(done)
         b.position_at_end(done)
+        if activation:
+            _emit_gated(e, activation, blocks, scratch)
+            outputs = e.const(1)
         _emit_transposed(e, outputs, blocks, y, y_stride, rows, scratch)
 
-    return void_intrinsic((types.intp,) * 13, emit)
+    return void_intrinsic((types.intp,) * 14, emit)
 
 
 def make_product_of_one(expand_tile: ExpandTile | None) -> Any:
@@ -84,7 +91,8 @@ def make_product_of_one(expand_tile: ExpandTile | None) -> Any:
         b.switch(outputs, cases[PAIR]).add_case(e.const(1), cases[1])
         for n, block in cases.items():
             b.position_at_end(block)
-            sums = _emit_sums(e, expand_tile, n, 1, w, w_stride, x, None, k, scratch, fetch, fetch_step)
+            apart = b.mul(w_stride, e.const(ROWS))
+            sums = _emit_sums(e, expand_tile, n, 1, w, apart, w_stride, x, None, k, scratch, fetch, fetch_step)
             for (output, _), tile in sums.items():
                 Tiles(e).store(tile, e.at(y, output * LINE), 4)
             b.branch(done)
@@ -99,6 +107,7 @@ def _emit_sums(
     outputs: int,
     blocks: int,
     w: ir.Value,
+    apart: ir.Value,
     w_stride: ir.Value,
     x: ir.Value,
     x_stride: ir.Value | None,
@@ -113,7 +122,7 @@ def _emit_sums(
     sums = {(n, m): PAIR * n + m for n in range(outputs) for m in range(blocks)}
     w_tiles, x_tiles = W_TILES[:outputs], X_TILES[:blocks]
     columns = 1 if x_stride is None else ROWS
-    w_starts = [b.add(w, b.mul(w_stride, e.const(ROWS * n))) for n in range(outputs)]
+    w_starts = [w, b.add(w, apart)][:outputs]
     buffers = e.at(scratch, PAIR * PAIR * TILE_BYTES)
     space = e.at(buffers, 2 * _BUFFER_BYTES)
 
@@ -157,6 +166,7 @@ def _emit_dot_sums(
     blocks: int,
     lanes: int,
     w: ir.Value,
+    apart: ir.Value,
     w_stride: ir.Value,
     x: ir.Value,
     x_stride: ir.Value,
@@ -164,6 +174,8 @@ def _emit_dot_sums(
     scratch: ir.Value,
     fetch: ir.Value,
     fetch_step: ir.Value,
+    *,
+    is_gated: bool,
 ) -> None:
     """As _emit_sums, into scratch, for the first `lanes` rows of each block: 16 sums at a time, as many as hide the
     latency of a dot product. Those of half the lanes take half the time."""
@@ -174,13 +186,21 @@ def _emit_dot_sums(
     x_starts = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
     with emit_loop(e, 0, turns, 1) as (turn, _):
         first = b.mul(turn, e.const(together))
-        w_starts = [b.add(w, b.mul(w_stride, e.at(first, n))) for n in range(together)]
+        is_second = b.icmp_signed(">=", first, e.const(ROWS))
+        w_start = b.add(w, b.select(is_second, b.sub(apart, b.mul(w_stride, e.const(ROWS))), e.const(0)))
+        w_starts = [b.add(w_start, b.mul(w_stride, e.at(first, n))) for n in range(together)]
+        # The turns share what there is to fetch, those of each tile where tiles lie apart.
+        turns_fetching, fetch_turn, fetch_start = turns, turn, fetch
+        if is_gated:
+            turns_fetching = turns // PAIR
+            fetch_turn = b.and_(turn, e.const(turns_fetching - 1))
+            fetch_start = b.add(fetch, b.select(is_second, apart, e.const(0)))
         sums = {(n, m): cgutils.alloca_once(b, vector) for n in range(together) for m in range(blocks)}
         for total in sums.values():
             b.store(ir.Constant(vector, [0.0] * lanes), total)
         with emit_loop(e, 0, k, STEP) as (i, count):
-            lines = b.add(fetch, b.mul(count, fetch_step))
-            with emit_loop(e, b.mul(turn, e.const(LINE)), fetch_step, turns * LINE) as (line, _):
+            lines = b.add(fetch_start, b.mul(count, fetch_step))
+            with emit_loop(e, b.mul(fetch_turn, e.const(LINE)), fetch_step, turns_fetching * LINE) as (line, _):
                 e.prefetch(b.add(lines, line), locality=LOCALITY_SECOND_CACHE)
             w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * ROWS))
             for pair in range(STEP // 2):
@@ -196,6 +216,24 @@ def _emit_dot_sums(
         line = b.mul(b.sub(first, b.mul(output, e.const(ROWS))), e.const(LINE))
         for (n, m), total in sums.items():
             e.store(b.load(total), e.at(b.add(tile, line), m * TILE_BYTES + n * LINE), LINE)
+
+
+def _emit_gated(e: Emitter, activation: str, blocks: ir.Value, scratch: ir.Value) -> None:
+    """The first tile of outputs in scratch becomes its activation times the second."""
+    b, one, half = e.b, e.splat_const(1.0), e.splat_const(0.5)
+    with emit_loop(e, 0, b.mul(blocks, e.const(TILE_BYTES)), LINE) as (line, _):
+        place = b.add(scratch, line)
+        x, factor = e.load(place), e.load(e.at(place, PAIR * TILE_BYTES))
+        if activation == "silu":
+            # exp takes no more than 87: below -87 the quotient is less than what a float32 holds.
+            negative = b.fsub(e.splat_const(0.0), x)
+            bounded = b.select(b.fcmp_ordered("<", negative, e.splat_const(87.0)), negative, e.splat_const(87.0))
+            active = b.fdiv(x, b.fadd(one, e.exp(bounded)))
+        else:  # gelu_tanh (Hendrycks & Gimpel, 2016, arXiv:1606.08415)
+            cube = b.fmul(b.fmul(x, x), b.fmul(x, e.splat_const(0.044715)))
+            inner = b.fmul(e.splat_const(0.7978845608028654), b.fadd(x, cube))
+            active = b.fmul(b.fmul(half, x), b.fadd(one, e.tanh(inner)))
+        e.store(b.fmul(active, factor), place)
 
 
 def _emit_transposed(

@@ -69,6 +69,18 @@ def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight) -> jax.Array:
     return call(x, w if is_dense else w.codes)
 
 
+def linear_gated(x: jax.Array, w: jax.Array, activation: str) -> jax.Array:
+    """activation(x @ g.T) * (x @ u.T) [T, N] float32, for w [2 N, K] bfloat16 that `fits_gated`: g, and u below it."""
+    handler = _handler("bfloat16", activation)
+    return jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0] // 2), jnp.float32))(x, w)
+
+
+def fits_gated(w: object) -> bool:
+    """Whether linear_gated takes a weight. Not in tile registers, from which the sums of a single row are stored."""
+    is_dense = isinstance(w, jax.Array) and w.ndim == 2
+    return is_dense and fits(w) and w.shape[0] % (2 * ROWS) == 0 and not has_bf16_tiles()
+
+
 def fits(w: jax.Array | QuantizedWeight) -> bool:
     """Whether the CPU multiplies in tiles, and a weight [N, K] is meant for bfloat16 and can be cut into them."""
     dtype = w.expanded if isinstance(w, QuantizedWeight) else w.dtype.name
@@ -78,12 +90,12 @@ def fits(w: jax.Array | QuantizedWeight) -> bool:
 
 
 @functools.cache
-def _handler(kind: str) -> str:
+def _handler(kind: str, activation: str = "") -> str:
     if not has_bf16_dot():
         raise RuntimeError("products in tiles: got a CPU without AVX-512 for bfloat16; allowed: other kernels")
     in_registers = has_bf16_tiles()  # it also asks for them; without, their instructions end the process
-    name = f"jaxserve_linear_{kind}_{'tiles' if in_registers else 'dots'}"
-    return register_handler(name, lambda: _make_handler(name, kind, in_registers=in_registers))
+    name = f"jaxserve_linear_{kind}_{'tiles' if in_registers else 'dots'}{activation and f'_{activation}'}"
+    return register_handler(name, lambda: _make_handler(name, kind, activation, in_registers=in_registers))
 
 
 def _make_pack() -> Any:
@@ -169,7 +181,7 @@ def _make_register_arithmetic(name: str, expand_tile: ExpandTile | None) -> _Ari
     return _Arithmetic(begin, release_tiles, product, product_of_stored, make_product_of_one(expand_tile), True)
 
 
-def _make_dot_arithmetic(name: str) -> _Arithmetic:
+def _make_dot_arithmetic(name: str, activation: str) -> _Arithmetic:
     @named(name)
     def begin(rows):
         pass
@@ -182,17 +194,21 @@ def _make_dot_arithmetic(name: str) -> _Arithmetic:
     def product_of_one(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step):
         pass
 
-    product = make_product(None, in_registers=False)
+    product = make_product(None, in_registers=False, activation=activation)
     return _Arithmetic(begin, end, product, product, product_of_one, False)
 
 
-def _make_handler(name: str, kind: str, *, in_registers: bool) -> tuple[Any, Any, Any]:
+def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) -> tuple[Any, Any, Any]:
     pack, round_one, fetch = _make_pack(), _make_round(), _make_fetch()
     is_dense = kind == "bfloat16"
     expand_tile = None if is_dense else make_expand_tile(kind)
-    arithmetic = _make_register_arithmetic(name, expand_tile) if in_registers else _make_dot_arithmetic(name)
+    arithmetic = (
+        _make_register_arithmetic(name, expand_tile) if in_registers else _make_dot_arithmetic(name, activation)
+    )
     begin, end, product, product_of_stored, product_of_one, has_stored = arithmetic
-    w_type, slab = BF16 if is_dense else U8, PAIR * ROWS  # outputs computed together
+    # Rows of w for each column of y; those of the second kind lie below all of the first.
+    per_output = 2 if activation else 1
+    w_type, slab = BF16 if is_dense else U8, PAIR * ROWS // per_output  # outputs computed together
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
     if is_dense:
 
@@ -208,15 +224,20 @@ def _make_handler(name: str, kind: str, *, in_registers: bool) -> tuple[Any, Any
         return frames.num_inputs(frame) // BLOCK * block_size + tail
 
     @named(name)
+    def num_outputs(frame):
+        return frames.num_outputs(frame) // per_output
+
+    @named(name)
     def plan(frame):
-        k, outputs, stored = frames.num_inputs(frame), frames.num_outputs(frame), stored_bytes(frame)
-        if not frames.has_shapes(frame, w_type, k if is_dense else stored, STEP) or outputs % ROWS != 0:
+        k, outputs, stored = frames.num_inputs(frame), num_outputs(frame), stored_bytes(frame)
+        if not frames.has_shapes(frame, w_type, k if is_dense else stored, STEP, per_output) or outputs % ROWS != 0:
             return BAD_ARGUMENTS
         blocks = (frames.num_rows(frame) + ROWS - 1) // ROWS
-        threads = max(1, min(num_threads(frame), outputs * 2 * k * blocks // _MIN_THREAD_BYTES))
+        weight_bytes = outputs * per_output * 2 * k
+        threads = max(1, min(num_threads(frame), weight_bytes * blocks // _MIN_THREAD_BYTES))
         items = 1
         if threads > 1:  # as many for each thread, if none comes late
-            items = (outputs * 2 * k // _ITEM_BYTES + threads) // threads * threads
+            items = (weight_bytes // _ITEM_BYTES + threads) // threads * threads
         per_item = ((outputs + items - 1) // items + slab - 1) // slab * slab
         packed_bytes = blocks * _packed_bytes(k)
         expanded_bytes = 0 if is_dense else threads * slab * 2 * k
@@ -235,7 +256,7 @@ def _make_handler(name: str, kind: str, *, in_registers: bool) -> tuple[Any, Any
 
     @named(name)
     def body(frame, plan, i, worker):
-        rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), frames.num_outputs(frame)
+        rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), num_outputs(frame)
         blocks, packed = load_i64(plan, _BLOCKS), plan + _SPACE
         if i < blocks:
             source = frames.x_data(frame) + i * ROWS * k * 4
@@ -247,35 +268,40 @@ def _make_handler(name: str, kind: str, *, in_registers: bool) -> tuple[Any, Any
             return
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
-        group = max(_GROUP_BYTES // _packed_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
+        group = blocks if has_stored else max(_GROUP_BYTES // _packed_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
         turns = (min(group, blocks) + PAIR - 1) // PAIR
         fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE
         stored, scratch, w = stored_bytes(frame), stack(SCRATCH_BYTES), frames.w_data(frame)
         expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
         fetch(w + first * stored, slab * stored)  # what comes after it is fetched on the way
+        if activation:
+            fetch(w + (outputs + first) * stored, slab * stored)
         wait_for(plan + _PACKED, blocks)
         begin(rows)
         for above in range(0, blocks, group):
             below = min(above + group, blocks)
             for n in range(first, last, slab):
                 tiles, weights, y = min(PAIR, (last - n) // ROWS), w + n * stored, frames.y_data(frame) + n * 4
+                apart = ROWS * stored
+                if activation:
+                    tiles, apart = PAIR, outputs * stored
                 ahead = weights + slab * stored
                 if has_stored and rows == 1:
                     product_of_one(tiles, weights, stored, packed, k, y, scratch, ahead, fetch_step)
                     continue
                 if has_stored and not is_dense and turns == 1:
                     product_of_stored(
-                        tiles, blocks, weights, stored, packed, _packed_bytes(k), k,
+                        tiles, blocks, weights, apart, stored, packed, _packed_bytes(k), k,
                         y, outputs * 4, rows - (blocks - 1) * ROWS, scratch, ahead, fetch_step,
                     )  # fmt: skip
                     continue
                 if not is_dense:
                     expand(tiles, weights, stored, k, expanded, scratch)
-                    weights = expanded
+                    weights, apart = expanded, ROWS * 2 * k
                 for m in range(above, below, PAIR):
                     count = min(PAIR, below - m)
                     product(
-                        tiles, count, weights, 2 * k, packed + m * _packed_bytes(k), _packed_bytes(k), k,
+                        tiles, count, weights, apart, 2 * k, packed + m * _packed_bytes(k), _packed_bytes(k), k,
                         y + m * ROWS * outputs * 4, outputs * 4, min(ROWS, rows - (m + count - 1) * ROWS), scratch,
                         ahead + (m - above) // PAIR * (k // STEP) * fetch_step, fetch_step,
                     )  # fmt: skip
