@@ -84,20 +84,21 @@ def make_arrange(kind: str) -> Any:
     def emit(e: Emitter, x: ir.Value, target: ir.Value, pairs: ir.Value) -> None:
         b = e.b
         halves = [e.load(x), e.load(e.at(x, 4 * LANES))]
-        zero = e.splat_const(0.0)
-        sizes = [e.max(half, b.fsub(zero, half)) for half in halves]
-        largest = e.max(*sizes)
+        # The maximum that keeps NaN, which has no digits: the scale becomes NaN in its place.
+        maximum = e.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2)
+        size = e.function("llvm.fabs.v16f32", VECTOR, [VECTOR])
+        largest = b.call(maximum, [b.call(size, [half]) for half in halves])
         for step in (8, 4, 2, 1):
-            largest = e.max(largest, _shuffle(e, largest, largest, [lane ^ step for lane in range(LANES)]))
+            other = _shuffle(e, largest, largest, [lane ^ step for lane in range(LANES)])
+            largest = b.call(maximum, [largest, other])
         up = b.fdiv(e.splat_const(form.largest), e.max(largest, e.splat_const(1e-30)))
-        # Infinities and NaN have no digits: they make the scale NaN.
-        broken = e.sum_lanes(b.fadd(*(b.fmul(half, zero) for half in halves)))
-        scale = b.fadd(b.fmul(e.lane(largest, 0), ir.Constant(FLOAT, 1.0 / form.largest)), broken)
-        to_int = e.function("llvm.fptosi.sat.v16i32.v16f32", INT_VECTOR, [VECTOR])
-        nearest = e.function("llvm.rint.v16f32", VECTOR, [VECTOR])
+        scale = b.fmul(e.lane(largest, 0), ir.Constant(FLOAT, 1.0 / form.largest))
+        mask = ir.IntType(LANES)
+        to_int = e.function("llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32])
+        rounding = [_ints(0), ir.Constant(mask, -1), ir.Constant(I32, 4)]  # as the thread is set: to nearest
         biases = []
         for j, half in enumerate(halves):
-            digits = b.call(to_int, [b.call(nearest, [b.fmul(half, up)])])
+            digits = b.call(to_int, [b.fmul(half, up), *rounding])
             if form.bias:
                 fours = [_shuffle(e, digits, digits, [4 * i + lane for i in range(4)]) for lane in range(4)]
                 total = b.add(b.add(fours[0], fours[1]), b.add(fours[2], fours[3]))
