@@ -1,9 +1,10 @@
 """Products with quantised weights on CPU: the stored bytes are read once.
 
-At very few rows weights are expanded to float32 in registers. With more, a few outputs at a time are expanded in a work
-space that stays in the cache and multiplied there with all rows, so that expanding is paid once per weight. Either way
-the result is, bit for bit, that of the expanded weights. Beyond MAX_ROWS the arithmetic costs more than the bytes: then
-expand_cpu writes the whole weight out for XLA.
+Where the CPU has dot products of bytes, forms whose codes are whole numbers are multiplied without being expanded
+(cpu_ffi_byte_dots.py), whatever the number of rows. Else, at very few rows weights are expanded to float32 in
+registers. With more, a few outputs at a time are expanded in a work space that stays in the cache and multiplied there
+with all rows, so that expanding is paid once per weight. These two ways give, bit for bit, the result of the expanded
+weights. Beyond MAX_ROWS the arithmetic costs more than the bytes: then expand_cpu writes the whole weight out for XLA.
 """
 
 from __future__ import annotations
