@@ -55,6 +55,11 @@ def has_bf16_dot() -> bool:
     return has_wide_vectors() and "avx512bf16" in cpu_features()
 
 
+def has_byte_dot() -> bool:
+    """vpdpbusd: four unsigned bytes times four signed ones summed in int32."""
+    return has_wide_vectors() and {"avx512bw", "avx512vnni"} <= cpu_features()
+
+
 @functools.cache
 def has_bf16_tiles() -> bool:
     """Registers of 16 x 32 bfloat16 and their products (AMX), which Linux lends to a process that asks."""

@@ -1,9 +1,10 @@
 """Products with quantised weights on CPU: the stored bytes are read once.
 
-At very few rows weights are expanded to float32 in registers. With more, a few outputs at a time are expanded in a work
-space that stays in the cache and multiplied there with all rows, so that expanding is paid once per weight. Either way
-the result is, bit for bit, that of the expanded weights. Beyond MAX_ROWS the arithmetic costs more than the bytes: then
-expand_cpu writes the whole weight out for XLA.
+Where the CPU has dot products of bytes, forms whose codes are whole numbers are multiplied without being expanded
+(cpu_ffi_byte_dots.py), whatever the number of rows. Else, at very few rows weights are expanded to float32 in
+registers. With more, a few outputs at a time are expanded in a work space that stays in the cache and multiplied there
+with all rows, so that expanding is paid once per weight. These two ways give, bit for bit, the result of the expanded
+weights. Beyond MAX_ROWS the arithmetic costs more than the bytes: then expand_cpu writes the whole weight out for XLA.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     ret,
 )
 from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
-from jaxserve.pallas_kernels.cpu_ffi.support import has_wide_vectors
+from jaxserve.pallas_kernels.cpu_ffi.support import has_byte_dot, has_wide_vectors
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -38,6 +39,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     emit_loop,
     void_intrinsic,
 )
+from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_dots
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS, STEP, LoadWeights, make_block
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, FP8_SCALE, QuantizedWeight, block_bytes, tail_bytes
@@ -66,6 +68,9 @@ def expand_cpu(w: QuantizedWeight) -> jax.Array:
 
 @functools.cache
 def _product(kind: str) -> str:
+    if has_byte_dot() and cpu_ffi_byte_dots.fits(kind):
+        name = f"jaxserve_linear_{kind}_byte_dots"
+        return register_handler(name, lambda: cpu_ffi_byte_dots.make_product(name, kind))
     name = f"jaxserve_linear_{kind}_w{int(has_wide_vectors())}"
     return register_handler(name, lambda: _make_product(name, kind))
 

@@ -253,6 +253,39 @@ class TestQuantizedWeights:
             QuantizedWeight(weight.codes, kind, weight.shape, "float16")
 
 
+@needs_cpu_ffi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "k"), [(67, 32), (64, 576), (530, 160), (41, 256)])
+class TestStoredWeights:
+    """The kernel for few rows: whole and broken groups of four blocks, any number of outputs."""
+
+    def test_rows_do_not_depend_on_their_number(self, kind, outputs, k):
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import linear_cpu_quantized
+
+        weight, values = _quantized(kind, outputs, k)
+        x, _ = _arrays(8, outputs, k, "float32")
+        x = x * jnp.where(jnp.arange(k) % 37 == 5, 1000.0, 1.0)  # few large inputs among small ones
+        product = jax.jit(linear_cpu_quantized)
+        together = np.asarray(product(x, weight))
+        expected = np.asarray(x).astype(np.float64) @ values.T
+        assert np.abs(together - expected).max() <= 2e-6 * np.abs(expected).max()
+        for rows in (1, 2, 3, 4, 5):
+            for first in (0, 3):
+                part = np.asarray(product(x[first : first + rows], weight))
+                assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
+
+    def test_zeros_and_what_is_no_number(self, kind, outputs, k):
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import linear_cpu_quantized
+
+        weight, _ = _quantized(kind, outputs, k)
+        x = np.zeros((4, k), np.float32)
+        x[1, k - 1], x[2, k // 2], x[3] = np.nan, np.inf, 1e-36
+        found = np.asarray(jax.jit(linear_cpu_quantized)(jnp.asarray(x), weight))
+        np.testing.assert_array_equal(found[0], 0)
+        assert np.isnan(found[1]).all() and not np.isfinite(found[2]).any()
+        assert np.abs(found[3]).max() < 1e-30
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_several_forms_are_one_product(backend):
     parts = [_quantized("q4_k", 48, 64), _quantized("q6_k", 32, 64), _quantized("q6_k", 16, 64)]
