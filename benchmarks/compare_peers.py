@@ -51,12 +51,12 @@ MEASURES = {
 }
 
 
-def fresh_requests(requests: list[Request], round_number: int, num_shared: int) -> list[Request]:
-    """The same lengths with other tokens in every round, so that no peer finds the last round in its cache. The
+def fresh_requests(requests: list[Request], run_number: int, num_shared: int) -> list[Request]:
+    """The same lengths with other tokens in every run, so that no peer finds another run's prompts in its cache. The
     first `num_shared` tokens are rotated as one, the rest stay: what is shared remains shared."""
 
     def rotate(ids: list[int]) -> list[int]:
-        shift = (round_number + 1) % len(ids)
+        shift = (run_number + 1) % len(ids)
         return ids[shift:] + ids[:shift]
 
     made = []
@@ -200,12 +200,15 @@ def measure_all(peers: list[Peer], workload: dict[str, Any], arguments: argparse
     for peer in peers:
         for concurrency in (1,) if peer.name == "llama-bench" else (1, 4):  # it has one stream
             peer.run(warmup, Measure("warmup", len(warmup), concurrency, ""))
+    names = arguments.measures.split(",")
     for round_number in range(arguments.rounds):
-        for name in arguments.measures.split(","):
+        for number, name in enumerate(names):
             measure = MEASURES[name]
             count = min(measure.count, arguments.limit or measure.count)
             num_shared = SHARED_TOKENS if measure.num_priming else 0
-            requests = fresh_requests(workload[measure.requests][:count], round_number, num_shared)
+            # Two measures may have the same prompts: each run has tokens of its own, not each round.
+            run_number = round_number * len(names) + number
+            requests = fresh_requests(workload[measure.requests][:count], run_number, num_shared)
             # The order turns round, so that no peer always follows the same one.
             shift = round_number % len(peers)
             for peer in peers[shift:] + peers[:shift]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,25 @@ def test_fresh_requests_share_what_they_shared_and_nothing_else() -> None:
     alone = compare_peers.fresh_requests(original, 0, 0)
     assert [sorted(request["ids"]) for request in alone] == [sorted(request["ids"]) for request in original]
     assert all(a["ids"] != b["ids"] for a, b in zip(alone, original))
+
+
+def test_no_prompt_is_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures that share their prompts in the workload, and rounds, would find each other's in a prefix cache."""
+
+    asked: list[tuple[int, ...]] = []
+
+    class Recorder:
+        name = "a"
+
+        def run(self, requests: list[dict], measure: compare_peers.Measure) -> dict:
+            asked.extend(tuple(request["ids"][:4]) for request in requests)
+            return {}
+
+    monkeypatch.setattr(compare_peers, "read_figures", lambda answer, requests: defaultdict(float))
+    requests = [{"ids": list(range(40 * i, 40 * i + 40)), "max_tokens": 1} for i in range(3)]
+    arguments = argparse.Namespace(measures="mixed_c16,mixed_c32", rounds=2, limit=None)
+    compare_peers.measure_all([Recorder()], {"warmup": [], "mixed_64": requests}, arguments)
+    assert len(asked) == len(set(asked)) == 12
 
 
 def test_table_has_ratios_of_rounds() -> None:
