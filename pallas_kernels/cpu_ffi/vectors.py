@@ -257,5 +257,20 @@ def emit_loop(emitter: Emitter, start: ir.Value | int, stop: ir.Value | int, ste
     return cgutils.for_range_slice(emitter.b, start, stop, emitter.const(step))
 
 
+def emit_by_count(e: Emitter, count: ir.Value, most: int, emit: Callable[[int], None]) -> None:
+    """emit(n) for the case that `count` is n: code for each number from 1 to `most`."""
+    b = e.b
+    done = b.append_basic_block("count.done")
+    blocks = [b.append_basic_block(f"count.{n}") for n in range(1, most + 1)]
+    switch = b.switch(count, blocks[-1])
+    for n, block in enumerate(blocks[:-1], 1):
+        switch.add_case(e.const(n), block)
+    for n, block in enumerate(blocks, 1):
+        b.position_at_end(block)
+        emit(n)
+        b.branch(done)
+    b.position_at_end(done)
+
+
 # exp_in_place(address): Emitter.exp of 16 float32.
 exp_in_place = void_intrinsic((types.intp,), lambda e, address: e.store(e.exp(e.load(address)), address))

@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     LANES,
     VECTOR,
     Emitter,
+    emit_by_count,
     emit_loop,
     void_intrinsic,
 )
@@ -91,13 +92,8 @@ def make_block(
 
     def emit(e: Emitter, rows, w, w_stride, x, x_stride, k, y, y_stride, outputs) -> None:
         b = e.b
-        done = b.append_basic_block("rows.done")
-        blocks = [b.append_basic_block(f"rows.{r}") for r in range(1, BLOCK_ROWS + 1)]
-        switch = b.switch(rows, blocks[-1])
-        for r, block in enumerate(blocks[:-1], 1):
-            switch.add_case(e.const(r), block)
-        for r, block in enumerate(blocks, 1):
-            b.position_at_end(block)
+
+        def emit_rows(r: int) -> None:
             wide = _outputs_per_block(r)
             whole = b.mul(b.udiv(outputs, e.const(wide)), e.const(wide))
             for start, stop, width in ((e.const(0), whole, wide), (whole, outputs, 1)):
@@ -107,8 +103,8 @@ def make_block(
                         e, load, prefetch, kind, is_paired, r, width,
                         w_start, w_stride, x, x_stride, k, y_start, y_stride,
                     )  # fmt: skip
-            b.branch(done)
-        b.position_at_end(done)
+
+        emit_by_count(e, rows, BLOCK_ROWS, emit_rows)
 
     return void_intrinsic((types.intp,) * 9, emit)
 

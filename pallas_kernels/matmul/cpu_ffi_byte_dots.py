@@ -18,7 +18,15 @@ from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I16, I32, U8, store_i64
 from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named
-from jaxserve.pallas_kernels.cpu_ffi.vectors import INT_VECTOR, LANES, VECTOR, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    INT_VECTOR,
+    LANES,
+    VECTOR,
+    Emitter,
+    emit_by_count,
+    emit_loop,
+    void_intrinsic,
+)
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi import BLOCK_ROWS
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, ROW_KINDS, block_bytes, tail_bytes
@@ -125,15 +133,8 @@ class _Group:
 
     def __init__(self, e: Emitter, kind: str, start: ir.Value, blocks: list[ir.Value] | None, scale: ir.Value) -> None:
         """blocks: their addresses if they do not lie one behind the other; scale: where the one of a row is."""
-        self.e, self.kind, self.form, self.start, self.blocks, self.row_scale = (
-            e,
-            kind,
-            _FORMS[kind],
-            start,
-            blocks,
-            scale,
-        )
-        self.size = block_bytes(kind)
+        self.e, self.kind, self.form, self.size = e, kind, _FORMS[kind], block_bytes(kind)
+        self.start, self.blocks, self.row_scale = start, blocks, scale
 
     def _quarters(self, at: int) -> ir.Value:
         """16 bytes of each block, in the quarters of a vector."""
@@ -260,13 +261,8 @@ def make_dots(kind: str) -> Any:
 
     def emit(e: Emitter, rows, w, w_stride, x, x_stride, k, y, y_stride, outputs) -> None:
         b = e.b
-        done = b.append_basic_block("rows.done")
-        blocks = [b.append_basic_block(f"rows.{r}") for r in range(1, BLOCK_ROWS + 1)]
-        switch = b.switch(rows, blocks[-1])
-        for r, block in enumerate(blocks[:-1], 1):
-            switch.add_case(e.const(r), block)
-        for r, block in enumerate(blocks, 1):
-            b.position_at_end(block)
+
+        def emit_rows(r: int) -> None:
             wide = 4 if r < 3 else 2  # enough sums to hide latency, few enough for the registers
             whole = b.mul(b.udiv(outputs, e.const(wide)), e.const(wide))
             for start, stop, width in ((e.const(0), whole, wide), (whole, outputs, 1)):
@@ -277,8 +273,8 @@ def make_dots(kind: str) -> Any:
                     y_start = b.add(y, b.mul(n, e.const(4)))
                     for i, total in enumerate(totals):
                         e.store(total, e.at(b.add(y_start, b.mul(y_stride, e.const(i % r))), 4 * (i // r)))
-            b.branch(done)
-        b.position_at_end(done)
+
+        emit_by_count(e, rows, BLOCK_ROWS, emit_rows)
 
     return void_intrinsic((types.intp,) * 9, emit)
 

@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     LOCALITY_SECOND_CACHE,
     VECTOR,
     Emitter,
+    emit_by_count,
     emit_loop,
     void_intrinsic,
 )
@@ -105,68 +106,47 @@ def _emit_product(
     last: ir.Value,
     add: ir.Value,
 ) -> None:
-    """make_product, with the right matrix as load makes it."""
+    """make_product, with the right matrix as load makes it; fetch(row, column) is called beside it."""
     b = e.b
+
+    def emit_block(num_rows: int, width: int, column: ir.Value) -> None:
+        """One register block: num_rows times `width` vectors from `column` on."""
+        target = b.add(c, b.mul(column, e.const(4)))
+        a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(num_rows)]
+        c_rows = [b.add(target, b.mul(c_stride, e.const(r))) for r in range(num_rows)]
+        sums = {(r, j): cgutils.alloca_once(b, VECTOR) for r in range(num_rows) for j in range(width)}
+        with b.if_else(b.icmp_signed("!=", add, e.const(0))) as (has_start, from_zero):
+            with has_start:
+                for (r, j), slot in sums.items():
+                    b.store(e.load(e.at(c_rows[r], 64 * j)), slot)
+            with from_zero:
+                for slot in sums.values():
+                    b.store(e.splat_const(0.0), slot)
+        with emit_loop(e, first, last, 1) as (i, _):
+            right = load(i, column, width)
+            fetch(i, column)
+            for r, a_row in enumerate(a_rows):
+                place = b.add(a_row, b.mul(i, e.const(4)))
+                if not parts:
+                    factor = e.splat(e.load(place, FLOAT))
+                    for j in range(width):
+                        b.store(e.fma(factor, right[j], b.load(sums[r, j])), sums[r, j])
+                for part in parts:
+                    pair = b.bitcast(e.splat(e.load(e.at(place, part), I32)), BF16_PAIRS)
+                    for j in range(width):
+                        total = e.dot_pairs(b.load(sums[r, j]), b.bitcast(right[j], BF16_PAIRS), pair)
+                        b.store(total, sums[r, j])
+        for (r, j), slot in sums.items():
+            e.store(b.load(slot), e.at(c_rows[r], 64 * j))
+
     full = vectors // block_vectors
     for start, count, width in ((0, full, block_vectors), (full * block_vectors, 1, vectors % block_vectors)):
         if width == 0 or count == 0:
             continue
-        done = b.append_basic_block("product.done")
-        blocks = [b.append_basic_block(f"product.{r}") for r in range(1, MAX_BLOCK_ROWS + 1)]
-        switch = b.switch(rows, blocks[-1])
-        for r, block in enumerate(blocks[:-1], 1):
-            switch.add_case(e.const(r), block)
-        for r, block in enumerate(blocks, 1):
-            b.position_at_end(block)
+
+        def emit_rows(num_rows: int, start: int = start, count: int = count, width: int = width) -> None:
             begin = LANES * start
             with emit_loop(e, begin, begin + LANES * width * count, LANES * width) as (column, _):
-                target = b.add(c, b.mul(column, e.const(4)))
-                _emit_block(e, r, width, a, a_stride, load, fetch, parts, column, target, c_stride, first, last, add)
-            b.branch(done)
-        b.position_at_end(done)
+                emit_block(num_rows, width, column)
 
-
-def _emit_block(
-    e: Emitter,
-    rows: int,
-    width: int,
-    a: ir.Value,
-    a_stride: ir.Value,
-    load: LoadRow,
-    fetch: Callable[[ir.Value, ir.Value], None],
-    parts: tuple[int, ...],
-    column: ir.Value,
-    c: ir.Value,
-    c_stride: ir.Value,
-    first: ir.Value,
-    last: ir.Value,
-    add: ir.Value,
-) -> None:
-    """One register block of a product: `rows` times `width` vectors from `column` on."""
-    b = e.b
-    a_rows = [b.add(a, b.mul(a_stride, e.const(r))) for r in range(rows)]
-    c_rows = [b.add(c, b.mul(c_stride, e.const(r))) for r in range(rows)]
-    sums = {(r, j): cgutils.alloca_once(b, VECTOR) for r in range(rows) for j in range(width)}
-    with b.if_else(b.icmp_signed("!=", add, e.const(0))) as (has_start, from_zero):
-        with has_start:
-            for (r, j), slot in sums.items():
-                b.store(e.load(e.at(c_rows[r], 64 * j)), slot)
-        with from_zero:
-            for slot in sums.values():
-                b.store(e.splat_const(0.0), slot)
-    with emit_loop(e, first, last, 1) as (i, _):
-        vectors = load(i, column, width)
-        fetch(i, column)
-        for r in range(rows):
-            place = b.add(a_rows[r], b.mul(i, e.const(4)))
-            if not parts:
-                factor = e.splat(e.load(place, FLOAT))
-                for j in range(width):
-                    b.store(e.fma(factor, vectors[j], b.load(sums[r, j])), sums[r, j])
-            for part in parts:
-                pair = b.bitcast(e.splat(e.load(e.at(place, part), I32)), BF16_PAIRS)
-                for j in range(width):
-                    total = e.dot_pairs(b.load(sums[r, j]), b.bitcast(vectors[j], BF16_PAIRS), pair)
-                    b.store(total, sums[r, j])
-    for (r, j), slot in sums.items():
-        e.store(b.load(slot), e.at(c_rows[r], 64 * j))
+        emit_by_count(e, rows, MAX_BLOCK_ROWS, emit_rows)

