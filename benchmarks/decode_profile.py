@@ -2,9 +2,9 @@
 
     python benchmarks/decode_profile.py [--rows 1] [--context 128] [--steps 64]
 
-XLA's profiler times every operation of the compiled programs while --steps decode steps run. Those of one kernel and
-shape of result are added up, and so are XLA's own of one program. The profiler costs up to a microsecond an operation;
-the period between steps is measured without it.
+XLA's profiler times every operation of the compiled programs while --steps decode steps run. The medians of those of
+one kernel and shape of result are added up, and so are those of XLA's own of one program. The profiler costs up to a
+microsecond an operation; the period between steps is measured without it.
 """
 
 from __future__ import annotations
@@ -75,16 +75,21 @@ def main() -> None:
         name: custom_calls(steps.programs[name, min(size for size in buckets if size >= options.rows)])
         for name, buckets in sizes.items()
     }
-    kinds: dict[str, list[float]] = collections.defaultdict(list)
+    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     for module, operation, milliseconds in found:
-        kinds[calls.get(module, {}).get(operation, f"XLA, {module}")].append(milliseconds)
+        times[module, operation].append(milliseconds)
+    # The median of each operation, since the same programs, for more tokens, computed the prompts.
+    kinds: dict[str, list[float]] = collections.defaultdict(list)
+    for (module, operation), values in times.items():
+        if len(values) >= num_steps // 2:
+            kinds[calls.get(module, {}).get(operation, f"XLA, {module}")].append(float(np.median(values)))
     print(
         f"{options.rows} rows behind {options.context} tokens: period {figures['period_ms_p50']:.2f} ms, "
         f"of which the host {figures['host_ms_p50']:.2f} (medians of {figures['num_steps']} steps)"
     )
     for kind, values in sorted(kinds.items(), key=lambda item: -sum(item[1])):
         print(
-            f"{sum(values) / num_steps:8.3f} ms a step  {len(values) / num_steps:6.1f} operations"
+            f"{sum(values):8.3f} ms a step  {len(values):4d} operations"
             f"  median {np.median(values) * 1e3:7.1f} us  {kind}"
         )
 

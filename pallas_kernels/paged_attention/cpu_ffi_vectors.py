@@ -1,9 +1,10 @@
 """The inner loops of CPU paged attention: one tile of context against some query rows.
 
 A query row is one query head of one token. Tiles hold TILE tokens; within a tile the keys lie transposed
-([head_dim, TILE]) and the values straight ([TILE, head_dim]), both float32, so that scores and sums are matrix
-products whose every element is summed in one order: over head_dim, over tokens. That order is the same for any
-number of rows taken at once, which is what makes a token's result independent of its neighbours.
+([head_dim, TILE]) and the values straight ([TILE, head_dim]), both float32 or in pairs of bfloat16, so that scores and
+sums are matrix products (cpu_ffi_products.py) whose every element is summed in one order: over head_dim, over tokens.
+That order is the same for any number of rows taken at once, which is what makes a token's result independent of its
+neighbours.
 """
 
 from __future__ import annotations
