@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from engine_fakes import make_engine
+from engine_fakes import alphabet, make_engine
 
 from jaxserve.cache.page_hashes import hash_pages, namespace_hash
 from jaxserve.config import EngineConfig
@@ -117,9 +117,18 @@ def loop_in_thread(**options):
             socket.close()
 
 
+def unhurried(work) -> int:
+    """Messages travel while steps run: what must meet a running request would otherwise find it ended."""
+    time.sleep(0.005)
+    return alphabet(work)
+
+
+LONG = {"script": unhurried, "max_model_len": 4000, "num_pages": 2000}  # room for 20 s of steps
+
+
 def test_a_request_travels_there_and_back():
-    with loop_in_thread() as (front, _):
-        assert front.receive() == EngineReady(make_engine().model)
+    with loop_in_thread(**LONG) as (front, _):
+        assert front.receive() == EngineReady(make_engine(**LONG).model)
         front.add(max_tokens=5)
         outputs = front.outputs_until_end()
         assert "".join(out.text for out in outputs) == "abcde"
@@ -147,7 +156,7 @@ def test_cached_pages_are_told_if_asked_for():
 
 
 def test_outputs_of_one_step_come_as_one_batch():
-    with loop_in_thread() as (front, _):
+    with loop_in_thread(**LONG) as (front, _):
         front.wait_for(EngineReady)
         for k in range(8):
             front.add(f"{k}", max_tokens=20)
@@ -177,10 +186,7 @@ def test_malformed_messages_are_dropped_and_a_readable_request_is_answered():
 
 
 def test_heartbeats_while_idle_and_while_busy():
-    with loop_in_thread(script=lambda work: (time.sleep(0.005), 97)[1], max_model_len=4000, num_pages=2000) as (
-        front,
-        _,
-    ):
+    with loop_in_thread(**LONG) as (front, _):
         front.wait_for(EngineReady)
         for work in (None, "busy"):
             if work:
@@ -204,7 +210,7 @@ def test_shutdown_message_drains():
 def test_process_serves_and_sigterm_drains():
     with process() as (front, child):
         assert front.wait_for(EngineReady).model.name == "scripted"
-        front.add(max_tokens=40)
+        front.add(max_tokens=300)
         front.wait_for(OutputBatch)
         os.kill(child.pid, signal.SIGINT)  # not for the engine
         os.kill(child.pid, signal.SIGTERM)
@@ -214,7 +220,7 @@ def test_process_serves_and_sigterm_drains():
             for out in front.wait_for(OutputBatch).outputs:
                 if out.finish_reason:
                     ends[out.request_id] = out
-        assert ends["r"].finish_reason == "length" and ends["r"].num_output_tokens == 40
+        assert ends["r"].finish_reason == "length" and ends["r"].num_output_tokens == 300
         assert ends["late"].parameter == "engine"
         assert child.wait(20) == 0
 
