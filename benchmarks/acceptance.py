@@ -5,6 +5,7 @@
     python benchmarks/acceptance.py quality         # bfloat16 weights beside float32: KL and top-1 agreement
     python benchmarks/acceptance.py quality --page-dtype int8    # with quantised K/V
     python benchmarks/acceptance.py quality --weights stored     # products with the file's own blocks, token by token
+    python benchmarks/acceptance.py quality --weights stored --matmul-backend cpu_int8           # inputs in 8 bits
     python benchmarks/acceptance.py equality        # same tokens whatever overlap, prefix cache, chunk and page size
     python benchmarks/acceptance.py deterministic   # bitwise the same alone, in company, with a cold and a warm prefix
     python benchmarks/acceptance.py options         # no compilation after warm-up, whatever a request asks for
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.config import PAGE_DTYPES
+from jaxserve.config import MATMUL_BACKENDS, PAGE_DTYPES
 
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 SPLIT_GAP = 1e-4  # a smaller gap between the two best logits may be decided by rounding
@@ -104,6 +105,7 @@ def make_scorer(
     *,
     page_dtype: str = "auto",
     weights: str = "dense",
+    matmul_backend: str = "auto",
     by_token: bool = False,
 ) -> Callable[[list[int]], np.ndarray]:
     """A function from token ids to log-probabilities [len, vocab], by the model itself over fresh pages.
@@ -128,7 +130,7 @@ def make_scorer(
         dtype=dtype,
         page_dtype=dtype if page_dtype == "auto" else page_dtype,
         attention=resolve_attention_backend("auto", "cpu"),
-        matmul=resolve_matmul_backend("auto", "cpu"),
+        matmul=resolve_matmul_backend(matmul_backend, "cpu"),
     )
     network = load_model(source, config, runtime, weights=weights)
     num_pages = -(-longest // 16) + 1
@@ -179,7 +181,8 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
         longest,
         page_dtype=options.page_dtype,
         weights=options.weights,
-        by_token=options.weights == "stored",
+        matmul_backend=options.matmul_backend,
+        by_token=options.weights == "stored" and options.matmul_backend != "cpu_int8",
     )
     divergence: list[float] = []
     agreed = 0
@@ -191,6 +194,8 @@ def check_quality(options: argparse.Namespace, report: Report) -> None:
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
     mean, share = float(np.mean(divergence)), agreed / len(divergence)
     what = {"dense": "bfloat16", "stored": "weights in blocks, token by token"}[options.weights]
+    if options.matmul_backend != "auto":
+        what = f"weights {options.weights}, {options.matmul_backend}"
     what += "" if options.page_dtype == "auto" else f", {options.page_dtype} pages"
     limit = 1e-2 if options.page_dtype == "fp8" else 2e-3  # fp8 has 3 bits of mantissa
     report.check(
@@ -310,6 +315,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--fixture", default=str(FIXTURES / "smollm2_135m_greedy.json"))
     parser.add_argument("--page-dtype", default="auto", choices=PAGE_DTYPES, help="of K/V, in the quality check")
+    parser.add_argument("--matmul-backend", default="auto", choices=MATMUL_BACKENDS, help="in the quality check")
     parser.add_argument("--weights", default="dense", choices=("dense", "stored"), help="in the quality check")
     options = parser.parse_args()
     report = Report()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import platform
 import time
 from collections.abc import Callable
@@ -192,7 +193,7 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
 
     forms: dict[str, tuple[Callable[..., jax.Array], list]] = {"xla": (linear_xla, weights)}
     if cpu_ffi_available()[0]:
-        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
+        from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_byte_dot
         from jaxserve.pallas_kernels.matmul.cpu_ffi import linear_cpu
         from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import MAX_ROWS as MAX_QUANTIZED_ROWS
         from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import linear_cpu_quantized
@@ -204,6 +205,8 @@ def bench_linear(dtype: str, rows: list[int], rounds: int) -> None:
         if dtype == "bfloat16" and has_bf16_dot():
             forms["tiles"] = linear_tiles, weights
             forms["q4_1 tiles"] = linear_tiles, stored
+        if has_byte_dot():
+            forms["q4_1 bytes"] = functools.partial(linear_tiles, in_bytes=True), stored
         forms["cpu_ffi"] = linear_cpu, weights
         forms["linear()"] = (lambda x, w: linear(x, w, backend="cpu_ffi")), weights
     move_to_huge_pages(jax.tree.leaves([values for _, values in forms.values()]))

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxserve import LLM, SamplingParams, trace
-from jaxserve.config import DEFAULT_MODEL, EngineConfig
+from jaxserve.config import DEFAULT_MODEL, MATMUL_BACKENDS, EngineConfig
 from jaxserve.engine_process import build_engine
 
 _CALL = re.compile(r"\s*(?:ROOT )?%?(\S+) = \(?(\w+\[[\d,]*\]).* custom-call\(.*custom_call_target=\"([^\"]+)\"")
@@ -65,10 +65,18 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--matmul-backend", default="auto", choices=MATMUL_BACKENDS)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt, to profile instead")
     options = parser.parse_args()
-    engine = build_engine(EngineConfig(model=options.model, max_num_rows=max(options.rows, 16), max_model_len=2048))
+    engine = build_engine(
+        EngineConfig(
+            model=options.model,
+            matmul_backend=options.matmul_backend,
+            max_num_rows=max(options.rows, 16),
+            max_model_len=2048,
+        )
+    )
     llm = LLM.from_engine(engine)
     rng = np.random.default_rng(0)
 
@@ -97,7 +105,10 @@ def main() -> None:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=options.steps + 1, ignore_eos=True))
         return [step for step in llm.trace if step.num_tokens == step.num_decodes == options.rows]
 
-    decode()
+    if not decode():
+        parser.error(
+            f"--steps: got {options.steps}; allowed: so many that {options.rows} prompts end before the first row"
+        )
     figures = trace.summarize([step for _ in range(4) for step in decode()[1:]])
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

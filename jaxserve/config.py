@@ -13,7 +13,7 @@ WEIGHTS = ("auto", "stored", "dense", "both")
 POLICIES = ("fcfs", "lpm", "priority")
 ATTENTION_BACKENDS = ("auto", "cpu_ffi", "xla", "reference", "mosaic", "interpret")
 EXPERT_DISPATCHES = ("auto", "gather", "all_to_all")
-MATMUL_BACKENDS = ("auto", "cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret")
+MATMUL_BACKENDS = ("auto", "cpu_ffi", "cpu_tiles", "cpu_int8", "xla", "mosaic", "interpret")
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -31,6 +31,11 @@ class EngineConfig:
                        dtype when loaded; "both": blocks for few rows and an expanded copy for many; "auto": on CPU
                        both, or stored where memory is short; elsewhere stored for published quantised safetensors
                        and for `quantization`, dense for GGUF
+    matmul_backend     how dense products are computed; "auto": the best that runs here without rounding more than
+                       dtype does; "cpu_int8": on CPUs with AVX-512 and VNNI the inputs of products with quantised
+                       weights are rounded to 8 bits where more than a few tokens are computed together, which is
+                       faster (docs/kernels.md)
+    attention_backend  how attention is computed; "auto": the best that runs here
     generation_config  requests that do not say take temperature, top_p, top_k, min_p and repetition_penalty from the
                        model's generation_config.json
     check_weights      refuse checkpoints with NaN or infinity in them

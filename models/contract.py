@@ -56,8 +56,8 @@ class RuntimeOptions:
     page_size       tokens per page
     page_dtype      "float32", "bfloat16", "int8" or "fp8": type of the stored K/V
     attention       backend name for paged attention ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
-    matmul          backend name for dense products ("cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret"); see
-                    matmul.api.linear
+    matmul          backend name for dense products ("cpu_ffi", "cpu_tiles", "cpu_int8", "xla", "mosaic",
+                    "interpret"); see matmul.api.linear
     cascade         decode rows that share pages attend to them together, where the backend can
     deterministic   every query token is computed by the same arithmetic whatever else the step holds
     mesh            devices along each axis. With more than one a model's code runs under shard_map and its arrays,

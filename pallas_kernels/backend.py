@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
 # "mosaic" has products of its own for experts and quantised weights; other dense ones are XLA's. cpu_ffi multiplies in
 # tiles of bfloat16 where a CPU can, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no
-# such others, so that nothing depends on the number of rows.
-MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "xla", "mosaic", "interpret")
+# such others, so that nothing depends on the number of rows. cpu_int8 is cpu_ffi, but rounds the inputs of more than a
+# few rows to 8 bits where weights are quantised.
+MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8", "xla", "mosaic", "interpret")
 
 
 @functools.cache
@@ -38,6 +39,17 @@ def cpu_tiles_available() -> tuple[bool, str]:
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
 
     return (True, "") if has_bf16_dot() else (False, "the CPU lacks AVX-512 for bfloat16")
+
+
+@functools.cache
+def cpu_bytes_available() -> tuple[bool, str]:
+    """As cpu_ffi_available, for products in bytes."""
+    is_available, reason = cpu_ffi_available()
+    if not is_available:
+        return False, reason
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_byte_dot
+
+    return (True, "") if has_byte_dot() else (False, "the CPU lacks AVX-512 with VNNI")
 
 
 @functools.cache
@@ -126,10 +138,11 @@ def _resolve(field: str, requested: str, platform: str, allowed: tuple[str, ...]
         logger.warning("%s: using xla instead of mosaic: %s", field, reason)
     if requested == "auto" and platform != "cpu":
         return "xla"
-    if requested == "cpu_tiles":
-        is_available, reason = cpu_tiles_available() if platform == "cpu" else (False, f"platform {platform!r}")
+    if requested in ("cpu_tiles", "cpu_int8"):
+        of_cpu = cpu_tiles_available if requested == "cpu_tiles" else cpu_bytes_available
+        is_available, reason = of_cpu() if platform == "cpu" else (False, f"platform {platform!r}")
         if not is_available:
-            raise ValueError(f"{field}: got 'cpu_tiles', which cannot run here ({reason}); allowed: auto, xla")
+            raise ValueError(f"{field}: got {requested!r}, which cannot run here ({reason}); allowed: auto, xla")
         return requested
     if requested not in ("auto", "cpu_ffi"):
         return requested

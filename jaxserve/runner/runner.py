@@ -332,11 +332,11 @@ def resolve_weights(config: EngineConfig, options: RuntimeOptions, source: Model
     if config.weights != "auto":
         return config.weights
     is_bf16_alone = options.dtype == "bfloat16" and options.mesh.num_devices == 1
-    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_tiles") and has_tile_registers():
+    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_tiles", "cpu_int8") and has_tile_registers():
         return "stored"  # expanding in the cache costs less than reading a copy, for any number of rows
     if is_bf16_alone and options.matmul in ("mosaic", "interpret"):
         return "stored"  # its kernel reads blocks; no copy is needed for few rows
-    if is_bf16_alone and options.matmul == "cpu_ffi":
+    if is_bf16_alone and options.matmul in ("cpu_ffi", "cpu_int8"):
         # Blocks of four bits and a copy of sixteen are at most five times what the file has.
         return "both" if _EXPANDED_PER_FILE * _file_bytes(source) < free_bytes * _MAX_WEIGHT_SHARE else "stored"
     if options.dtype == "float32" and config.quantization == "none":

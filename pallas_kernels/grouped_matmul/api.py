@@ -24,8 +24,8 @@ def grouped_matmul(
     rounded to bfloat16 and products are summed in float32. No group has a capacity, and a row's result does not
     depend on the rows of its group or on those of others. Groups without rows cost nothing on CPU.
 
-    backend: "cpu_ffi", "xla", "mosaic" or "interpret", as for dense products. Raises ValueError when the shapes do not
-    fit, or the dtype or the backend is unknown.
+    backend: "cpu_ffi" ("cpu_int8" is the same here), "xla", "mosaic" or "interpret", as for dense products. Raises
+    ValueError when the shapes do not fit, or the dtype or the backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
@@ -39,7 +39,7 @@ def grouped_matmul(
         )
     if not isinstance(w, QuantizedWeight) and w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
-    if backend == "cpu_ffi":
+    if backend in ("cpu_ffi", "cpu_int8"):
         # Loaded only here: it needs numba, which other platforms do without.
         from jaxserve.pallas_kernels.grouped_matmul.cpu_ffi import fits, grouped_matmul_cpu
 

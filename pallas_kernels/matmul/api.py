@@ -23,6 +23,8 @@ from jaxserve.pallas_kernels.matmul.quantized import (
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
+_BYTE_ROWS = 16  # up to which products with a copy in bfloat16 are faster: expanding codes costs as much as they do
+_CPU_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8")
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
@@ -35,7 +37,9 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
     Backends "cpu_ffi" and "cpu_tiles" multiply in tiles where the CPU can and the weight fits, whatever T is, so that a
     row has the same bits in any; quantised weights are expanded to them. Where tile registers are missing "cpu_ffi"
     has other kernels for quantised weights and few rows (T fixes that when a program is traced), which multiply them as
-    stored, with x in float32; and where tiles cannot be had, for all weights.
+    stored, with x in float32; and where tiles cannot be had, for all weights. "cpu_int8" is "cpu_ffi" but for quantised
+    weights whose codes are whole numbers and more than a few rows, where there are no tile registers: x is rounded to
+    8 bits for those (see cpu_ffi_byte_tiles), and they are multiplied as they are stored.
     Raises ValueError when the shapes do not fit, or the dtype or backend is unknown.
     """
     if backend not in MATMUL_BACKENDS:
@@ -52,7 +56,7 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         return _linear_planar(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
-    if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0]:
+    if backend in _CPU_BACKENDS and x.shape[0]:
         # Loaded only here: they need numba, which other platforms do without.
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
@@ -69,15 +73,17 @@ def gated_linear(x: jax.Array, w: AnyWeight, *, activation: str, backend: str) -
 
     activation: as `activate` has them. Types, backend and errors as in `linear`.
     """
-    if backend in ("cpu_ffi", "cpu_tiles") and x.ndim == 2 and x.shape[0] and x.shape[1:] == w.shape[1:]:
+    if backend in _CPU_BACKENDS and x.ndim == 2 and x.shape[0] and x.shape[1:] == w.shape[1:]:
         # Loaded only here: they need numba, which other platforms do without.
         from jaxserve.pallas_kernels.matmul import cpu_ffi_tiles
 
-        dense = w
         if isinstance(w, DoubleWeight):
-            dense = None if _takes_blocks(x, w.stored, backend) else w.dense
-        if activation in _ACTIVATIONS and cpu_ffi_tiles.fits_gated(dense):
-            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), dense, activation)
+            w = w.stored if _takes_blocks(x, w.stored, backend) else w.dense
+        is_known = activation in _ACTIVATIONS
+        if is_known and _takes_bytes(x, w, backend) and cpu_ffi_tiles.fits_gated(w, in_bytes=True):
+            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation, in_bytes=True)
+        if is_known and cpu_ffi_tiles.fits_gated(w):
+            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation)
     gate, up = jnp.split(linear(x, w, backend=backend), 2, axis=-1)
     return activate(gate, activation) * up
 
@@ -93,25 +99,40 @@ def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
     """Whether so few rows are better off with the blocks than with a copy in bfloat16."""
     if backend in ("mosaic", "interpret"):
         return _fits_planar(x)
-    if backend not in ("cpu_ffi", "cpu_tiles"):
+    if backend not in _CPU_BACKENDS:
         return False
+    if x.shape[0] > _BYTE_ROWS and all(_takes_bytes(x, part, backend) for part in getattr(w, "parts", (w,))):
+        return True
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
     from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
     if has_bf16_tiles() and all(cpu_ffi_tiles.fits(part) for part in getattr(w, "parts", (w,))):
         return True  # expanding in the cache, beside the multiplication, costs less than reading the copy
-    return backend == "cpu_ffi" and x.shape[0] <= cpu_ffi.BLOCK_ROWS
+    return backend != "cpu_tiles" and x.shape[0] <= cpu_ffi.BLOCK_ROWS
+
+
+def _takes_bytes(x: jax.Array, w: AnyWeight, backend: str) -> bool:
+    """Whether x may be rounded to 8 bits, and that is worth it: few rows cost what reading the weight costs, and tile
+    registers are faster with bfloat16."""
+    if backend != "cpu_int8":
+        return False
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+    from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
+
+    return x.shape[0] > cpu_ffi.BLOCK_ROWS and cpu_ffi_tiles.fits_bytes(w) and not has_bf16_tiles()
 
 
 def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
-    if backend in ("cpu_ffi", "cpu_tiles") and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
+    if backend in _CPU_BACKENDS and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_quantized, cpu_ffi_tiles
 
+        if _takes_bytes(x, w, backend):
+            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w, in_bytes=True)
         few = 0 if has_bf16_tiles() or backend == "cpu_tiles" else cpu_ffi.BLOCK_ROWS
         if cpu_ffi_tiles.fits(w) and x.shape[0] > few:
             return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
-        if backend == "cpu_ffi" and x.shape[0] <= cpu_ffi_quantized.MAX_ROWS:
+        if backend != "cpu_tiles" and x.shape[0] <= cpu_ffi_quantized.MAX_ROWS:
             return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
         return linear(x, cpu_ffi_quantized.expand_cpu(w), backend=backend)
     return linear(x, dequantize(w).astype(w.expanded), backend=backend)
@@ -150,7 +171,7 @@ def linear_per_head(x: jax.Array, w: jax.Array, *, backend: str) -> jax.Array:
     if backend not in MATMUL_BACKENDS:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
     num_tokens, num_heads, columns = x.shape
-    if backend == "cpu_ffi":
+    if backend in ("cpu_ffi", "cpu_int8"):
         # Loaded only here: they need numba, which other platforms do without.
         from jaxserve.pallas_kernels.grouped_matmul.cpu_ffi import grouped_matmul_cpu
         from jaxserve.pallas_kernels.matmul.cpu_ffi import MAX_ROWS, STEP

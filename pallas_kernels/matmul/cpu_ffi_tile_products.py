@@ -7,7 +7,8 @@ multiplies their next two values with two of an output's, taken from memory into
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I1, I32
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_transposed_sums
@@ -30,13 +31,27 @@ _BUFFER_BYTES = PAIR * TILE_BYTES  # the expanded weights of one step; two of th
 SCRATCH_BYTES = PAIR * PAIR * TILE_BYTES + 2 * _BUFFER_BYTES + SCALE_BYTES
 
 
-def make_product(expand_tile: ExpandTile | None, *, in_registers: bool, activation: str = "") -> Any:
+class Dots(NamedTuple):
+    """How sums are made without tile registers.
+
+    together    how many vectors of sums: enough to hide the latency of a dot product, few enough for the registers
+    emit_step   (emitter, index of the first of STEP values, number of the step, k, starts of the outputs' weights,
+                starts of the blocks of x, where the sums [output, block] are, lanes): adds STEP products to all of them
+    """
+
+    together: int
+    emit_step: Callable[..., None]
+
+
+def make_product(
+    expand_tile: ExpandTile | None, *, in_registers: bool, activation: str = "", dots: Dots | None = None
+) -> Any:
     """product(outputs, blocks, w, apart, w_stride, x, x_stride, k, y, y_stride, rows, scratch, fetch, fetch_step): one
     or two tiles of outputs times one or two packed blocks of x; `rows` of the last block of y are written.
 
     Strides in bytes; x_stride from block to block; the second tile's weights lie `apart` from the first's. scratch has
     SCRATCH_BYTES. fetch_step bytes are fetched ahead per step. With expand_tile w is as stored, which is for tile
-    registers alone, else bfloat16.
+    registers alone, else what `dots` takes: bfloat16 if None.
 
     With an activation (not in registers), of the first tile, y is it times the second tile, of which there is always
     one; then fetch_step bytes are fetched of what comes behind each.
@@ -64,12 +79,12 @@ def make_product(expand_tile: ExpandTile | None, *, in_registers: bool, activati
                 for (output, row), tile in sums.items():
                     Tiles(e).store(tile, e.at(scratch, (PAIR * output + row) * TILE_BYTES), LINE)
             else:
-                dots = w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step
+                arguments = w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step
                 is_half = b.icmp_signed("<=", rows, e.const(LANES // 2)) if m == 1 else ir.Constant(I1, 0)
                 with b.if_else(is_half) as (half, whole):
                     for lanes, case in ((LANES // 2, half), (LANES, whole)):
                         with case:
-                            _emit_dot_sums(e, n, m, lanes, *dots, is_gated=bool(activation))
+                            _emit_dot_sums(e, dots or _PAIRS, n, m, lanes, *arguments, is_gated=bool(activation))
             b.branch(done)
         b.position_at_end(done)
         if activation:
@@ -162,6 +177,7 @@ def _emit_sums(
 
 def _emit_dot_sums(
     e: Emitter,
+    dots: Dots,
     outputs: int,
     blocks: int,
     lanes: int,
@@ -177,12 +193,12 @@ def _emit_dot_sums(
     *,
     is_gated: bool,
 ) -> None:
-    """As _emit_sums, into scratch, for the first `lanes` rows of each block: 16 sums at a time, as many as hide the
-    latency of a dot product. Those of half the lanes take half the time."""
+    """As _emit_sums, into scratch, for the first `lanes` rows of each block. Those of half the lanes take half the
+    time."""
     b = e.b
-    vector, pairs = ir.VectorType(FLOAT, lanes), ir.VectorType(BFLOAT, 2 * lanes)
-    together = ROWS // blocks
-    turns = outputs * blocks
+    vector = ir.VectorType(FLOAT, lanes)
+    together = dots.together // blocks
+    turns = outputs * ROWS // together
     x_starts = [b.add(x, b.mul(x_stride, e.const(m))) for m in range(blocks)]
     with emit_loop(e, 0, turns, 1) as (turn, _):
         first = b.mul(turn, e.const(together))
@@ -202,20 +218,29 @@ def _emit_dot_sums(
             lines = b.add(fetch_start, b.mul(count, fetch_step))
             with emit_loop(e, b.mul(fetch_turn, e.const(LINE)), fetch_step, turns_fetching * LINE) as (line, _):
                 e.prefetch(b.add(lines, line), locality=LOCALITY_SECOND_CACHE)
-            w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * ROWS))
-            for pair in range(STEP // 2):
-                right = [e.load(e.at(b.add(start, x_offset), pair * LINE), pairs, LINE) for start in x_starts]
-                for n, start in enumerate(w_starts):
-                    numbers = e.splat(e.load(e.at(b.add(start, w_offset), 4 * pair), I32, 4), lanes)
-                    for m, values in enumerate(right):
-                        dot = e.dot_pairs(b.load(sums[n, m]), values, b.bitcast(numbers, pairs))
-                        b.store(dot, sums[n, m])
-        # Tile by tile: two blocks have half a tile of outputs each turn.
+            dots.emit_step(e, i, count, k, w_starts, x_starts, sums, lanes)
+        # Tile by tile, of which a turn has a part.
         output = b.udiv(first, e.const(ROWS))
         tile = b.add(scratch, b.mul(output, e.const(PAIR * TILE_BYTES)))
         line = b.mul(b.sub(first, b.mul(output, e.const(ROWS))), e.const(LINE))
         for (n, m), total in sums.items():
             e.store(b.load(total), e.at(b.add(tile, line), m * TILE_BYTES + n * LINE), LINE)
+
+
+def _emit_pairs_step(e: Emitter, i, count, k, w_starts, x_starts, sums, lanes) -> None:
+    """Of weights in bfloat16, and x as tile_layout has it."""
+    b, pairs = e.b, ir.VectorType(BFLOAT, 2 * lanes)
+    w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * ROWS))
+    for pair in range(STEP // 2):
+        right = [e.load(e.at(b.add(start, x_offset), pair * LINE), pairs, LINE) for start in x_starts]
+        for n, start in enumerate(w_starts):
+            numbers = e.splat(e.load(e.at(b.add(start, w_offset), 4 * pair), I32, 4), lanes)
+            for m, values in enumerate(right):
+                dot = e.dot_pairs(b.load(sums[n, m]), values, b.bitcast(numbers, pairs))
+                b.store(dot, sums[n, m])
+
+
+_PAIRS = Dots(ROWS, _emit_pairs_step)
 
 
 def _emit_gated(e: Emitter, activation: str, blocks: ir.Value, scratch: ir.Value) -> None:

@@ -4,7 +4,8 @@ out.T = w @ x.T. Weights in bfloat16 are read where they lie; quantised ones are
 time, in memory that stays in the cache. x is rounded to bfloat16 and laid out by the first work items of a call (pairs
 of values, 16 rows side by side), for which the others wait. Sums are made in the tile registers of newer Intel CPUs
 (AMX), or else by dot products of pairs in AVX-512. Either way every sum runs over k in one order, so rows do not depend
-on how many there are, nor on the form of the weights.
+on how many there are, nor on the form of the weights. The same is done with x in whole numbers of 8 bits and the codes
+of quantised weights (cpu_ffi_byte_tiles), for which only the layout of both and the products differ.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     register_handler,
     wait_for,
 )
-from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles
+from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles, has_byte_dot
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_pairs, emit_row_starts
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import Tiles, configure_tiles, release_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_tiles as byte_tiles
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
     PAIR,
@@ -47,7 +49,7 @@ from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
     make_product,
     make_product_of_one,
 )
-from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import ExpandTile, make_expand_tile
+from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from numba import types
 
@@ -61,22 +63,28 @@ _PER_ITEM, _BLOCKS, _EXPANDED, _RAW = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, 
 _PACKED, _SPACE = 64, 128
 
 
-def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight) -> jax.Array:
-    """x [T, K] float32, rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`."""
+def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight, *, in_bytes: bool = False) -> jax.Array:
+    """x [T, K] float32, rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`. in_bytes: x is
+    rounded to 8 bits instead, for weights that `fits_bytes`."""
     is_dense = not isinstance(w, QuantizedWeight)
-    handler = _handler("bfloat16" if is_dense else w.kind)
+    handler = _handler("bfloat16" if is_dense else w.kind, in_bytes=in_bytes)
     call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
     return call(x, w if is_dense else w.codes)
 
 
-def linear_gated(x: jax.Array, w: jax.Array, activation: str) -> jax.Array:
-    """activation(x @ g.T) * (x @ u.T) [T, N] float32, for w [2 N, K] bfloat16 that `fits_gated`: g, and u below it."""
-    handler = _handler("bfloat16", activation)
-    return jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0] // 2), jnp.float32))(x, w)
+def linear_gated(x: jax.Array, w: jax.Array | QuantizedWeight, activation: str, *, in_bytes: bool = False) -> jax.Array:
+    """activation(x @ g.T) * (x @ u.T) [T, N] float32, for w [2 N, K] that `fits_gated`: g, and u below it."""
+    is_dense = not isinstance(w, QuantizedWeight)
+    handler = _handler("bfloat16" if is_dense else w.kind, activation, in_bytes=in_bytes)
+    call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0] // 2), jnp.float32))
+    return call(x, w if is_dense else w.codes)
 
 
-def fits_gated(w: object) -> bool:
-    """Whether linear_gated takes a weight. Not in tile registers, from which the sums of a single row are stored."""
+def fits_gated(w: object, *, in_bytes: bool = False) -> bool:
+    """Whether linear_gated takes a weight. Not in tile registers, from which the sums of a single row are stored, and
+    quantised weights only in bytes."""
+    if in_bytes:
+        return fits_bytes(w) and w.shape[0] % (2 * ROWS) == 0
     is_dense = isinstance(w, jax.Array) and w.ndim == 2
     return is_dense and fits(w) and w.shape[0] % (2 * ROWS) == 0 and not has_bf16_tiles()
 
@@ -84,24 +92,35 @@ def fits_gated(w: object) -> bool:
 def fits(w: jax.Array | QuantizedWeight) -> bool:
     """Whether the CPU multiplies in tiles, and a weight [N, K] is meant for bfloat16 and can be cut into them."""
     dtype = w.expanded if isinstance(w, QuantizedWeight) else w.dtype.name
+    return has_bf16_dot() and dtype == "bfloat16" and _is_cut(w)
+
+
+def fits_bytes(w: object) -> bool:
+    """Whether the CPU multiplies bytes, and a weight [N, K] has codes of whole numbers and can be cut into tiles."""
+    return isinstance(w, QuantizedWeight) and w.kind in byte_tiles.KINDS and has_byte_dot() and _is_cut(w)
+
+
+def _is_cut(w: jax.Array | QuantizedWeight) -> bool:
     outputs, inputs = w.shape
-    is_cut = outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
-    return has_bf16_dot() and dtype == "bfloat16" and is_cut
+    return outputs % ROWS == 0 and inputs % STEP == 0 and outputs > 0 and inputs > 0
 
 
 @functools.cache
-def _handler(kind: str, activation: str = "") -> str:
-    if not has_bf16_dot():
-        raise RuntimeError("products in tiles: got a CPU without AVX-512 for bfloat16; allowed: other kernels")
-    in_registers = has_bf16_tiles()  # it also asks for them; without, their instructions end the process
-    name = f"jaxserve_linear_{kind}_{'tiles' if in_registers else 'dots'}{activation and f'_{activation}'}"
-    return register_handler(name, lambda: _make_handler(name, kind, activation, in_registers=in_registers))
+def _handler(kind: str, activation: str = "", *, in_bytes: bool = False) -> str:
+    if not (has_byte_dot() if in_bytes else has_bf16_dot()):
+        what = "with VNNI" if in_bytes else "for bfloat16"
+        raise RuntimeError(f"products in tiles: got a CPU without AVX-512 {what}; allowed: other kernels")
+    # Whether there are tile registers also asks for them; without, their instructions end the process.
+    form = "bytes" if in_bytes else "tiles" if has_bf16_tiles() else "dots"
+    name = f"jaxserve_linear_{kind}_{form}{activation and f'_{activation}'}"
+    return register_handler(name, lambda: _make_handler(name, kind, activation, form))
 
 
 def _make_pack() -> Any:
-    """pack(x, x_stride, rows, k, target): up to ROWS rows of x as the tiles of all k; missing rows repeat the last."""
+    """pack(x, x_stride, rows, k, target, space): up to ROWS rows of x as the tiles of all k; missing rows repeat the
+    last."""
 
-    def emit(e: Emitter, x, x_stride, rows, k, target) -> None:
+    def emit(e: Emitter, x, x_stride, rows, k, target, space) -> None:
         b = e.b
         starts = emit_row_starts(e, x, x_stride, rows)
         with emit_loop(e, 0, k, STEP) as (i, _):
@@ -111,7 +130,7 @@ def _make_pack() -> Any:
             ]
             emit_pairs(e, halves, b.add(target, b.mul(i, e.const(TILE_BYTES // STEP))))
 
-    return void_intrinsic((types.intp,) * 5, emit)
+    return void_intrinsic((types.intp,) * 6, emit)
 
 
 def _make_round() -> Any:
@@ -126,18 +145,15 @@ def _make_round() -> Any:
 
 
 def _make_expand(kind: str) -> Any:
-    """expand(outputs, w, w_stride, k, target, space): one or more tiles of outputs, all k, to rows of bfloat16; space
-    has SCALE_BYTES."""
+    """expand(w, w_stride, k, target, space): a tile of outputs, all k, to rows of bfloat16; space has SCALE_BYTES."""
     expand_tile = make_expand_tile(kind)
 
-    def emit(e: Emitter, outputs, w, w_stride, k, target, space) -> None:
+    def emit(e: Emitter, w, w_stride, k, target, space) -> None:
         b = e.b
-        stride = b.mul(k, e.const(2))
-        with emit_loop(e, 0, b.mul(outputs, e.const(ROWS)), ROWS) as (n, _), emit_loop(e, 0, k, STEP) as (i, _):
-            start = b.add(b.add(target, b.mul(n, stride)), b.mul(i, e.const(2)))
-            expand_tile(e, b.add(w, b.mul(n, w_stride)), w_stride, i, k, start, stride, space)
+        with emit_loop(e, 0, k, STEP) as (i, _):
+            expand_tile(e, w, w_stride, i, k, b.add(target, b.mul(i, e.const(2))), b.mul(k, e.const(2)), space)
 
-    return void_intrinsic((types.intp,) * 6, emit)
+    return void_intrinsic((types.intp,) * 5, emit)
 
 
 def _make_fetch() -> Any:
@@ -156,19 +172,41 @@ def _packed_bytes(k):
 
 
 class _Arithmetic(NamedTuple):
-    """How sums are made: numba functions."""
+    """How x is laid out, weights are expanded and sums are made: numba functions."""
 
-    begin: Any  # (rows): before the first product of a work item
-    end: Any  # (): after the last
-    product: Any  # of weights in bfloat16
-    product_of_stored: Any  # of weights as stored, up to PAIR blocks of rows; only where has_stored
-    product_of_one: Any  # of weights as stored and one row of x that is not packed; only where has_stored
-    has_stored: bool
+    pack: Any  # (x, x_stride, rows, k, target, space of SCRATCH_BYTES): up to ROWS rows of x
+    packed_bytes: Any  # (k): what they take,
+    read_bytes: Any  # (k): and what of it is read
+    expanded_bytes: Any  # (k): what an expanded output takes
+    expand: Any  # (w, w_stride, k, target, space): a tile of outputs; None if there is nothing to expand
+    product: Any  # of expanded weights
+    begin: Any = None  # (rows): before the first product of a work item
+    end: Any = None  # (): after the last
+    # Of weights as stored: up to PAIR blocks of rows; and one row of x that is not packed.
+    product_of_stored: Any = None
+    product_of_one: Any = None
 
 
-def _make_register_arithmetic(name: str, expand_tile: ExpandTile | None) -> _Arithmetic:
+def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arithmetic:
+    if form == "bytes":
+        row_bytes = byte_tiles.make_expanded_bytes(kind)
+        product = make_product(None, in_registers=False, activation=activation, dots=byte_tiles.make_dots(kind))
+        return _Arithmetic(
+            byte_tiles.make_pack(), byte_tiles.packed_bytes, byte_tiles.read_bytes, row_bytes,
+            byte_tiles.make_expand(kind), product,
+        )  # fmt: skip
+
+    @named(name)
+    def expanded_bytes(k):
+        return 2 * k
+
+    is_dense = kind == "bfloat16"
+    expand = None if is_dense else _make_expand(kind)
+    layout = _make_pack(), _packed_bytes, _packed_bytes, expanded_bytes, expand
+    if form == "dots":
+        return _Arithmetic(*layout, make_product(None, in_registers=False, activation=activation))
+    expand_tile = None if is_dense else make_expand_tile(kind)
     product = make_product(None, in_registers=True)
-    product_of_stored = product if expand_tile is None else make_product(expand_tile, in_registers=True)
     configure_one = void_intrinsic((), lambda e: Tiles(e).configure(1))
 
     @named(name)
@@ -178,46 +216,25 @@ def _make_register_arithmetic(name: str, expand_tile: ExpandTile | None) -> _Ari
         else:
             configure_tiles()
 
-    return _Arithmetic(begin, release_tiles, product, product_of_stored, make_product_of_one(expand_tile), True)
+    of_stored = product if is_dense else make_product(expand_tile, in_registers=True)
+    return _Arithmetic(*layout, product, begin, release_tiles, of_stored, make_product_of_one(expand_tile))
 
 
-def _make_dot_arithmetic(name: str, activation: str) -> _Arithmetic:
-    @named(name)
-    def begin(rows):
-        pass
+def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any, Any, Any]:
+    round_one, fetch, is_dense, has_stored = _make_round(), _make_fetch(), kind == "bfloat16", form == "tiles"
 
-    @named(name)
-    def end():
-        pass
+    def or_nothing(function: Any, count: int) -> Any:  # numba compiles calls that are never made
+        return void_intrinsic((types.intp,) * count, lambda *_: None) if function is None else function
 
-    @named(name)
-    def product_of_one(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step):
-        pass
-
-    product = make_product(None, in_registers=False, activation=activation)
-    return _Arithmetic(begin, end, product, product, product_of_one, False)
-
-
-def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) -> tuple[Any, Any, Any]:
-    pack, round_one, fetch = _make_pack(), _make_round(), _make_fetch()
-    is_dense = kind == "bfloat16"
-    expand_tile = None if is_dense else make_expand_tile(kind)
-    arithmetic = (
-        _make_register_arithmetic(name, expand_tile) if in_registers else _make_dot_arithmetic(name, activation)
+    pack, packed_bytes, read_bytes, expanded_bytes, expand, product, *of_stored = _make_arithmetic(
+        name, kind, activation, form
     )
-    begin, end, product, product_of_stored, product_of_one, has_stored = arithmetic
+    expand = or_nothing(expand, 5)
+    begin, end, product_of_stored, product_of_one = map(or_nothing, of_stored, (1, 0, 14, 9))
     # Rows of w for each column of y; those of the second kind lie below all of the first.
     per_output = 2 if activation else 1
     w_type, slab = BF16 if is_dense else U8, PAIR * ROWS // per_output  # outputs computed together
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
-    if is_dense:
-
-        @named(name)
-        def expand(outputs, w, w_stride, k, target, space):
-            pass
-
-    else:
-        expand = _make_expand(kind)
 
     @named(name)
     def stored_bytes(frame):
@@ -239,9 +256,8 @@ def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) 
         if threads > 1:  # as many for each thread, if none comes late
             items = (weight_bytes // _ITEM_BYTES + threads) // threads * threads
         per_item = ((outputs + items - 1) // items + slab - 1) // slab * slab
-        packed_bytes = blocks * _packed_bytes(k)
-        expanded_bytes = 0 if is_dense else threads * slab * 2 * k
-        raw = malloc(_SPACE + 64 + packed_bytes + expanded_bytes)
+        x_bytes, w_bytes = blocks * packed_bytes(k), 0 if is_dense else PAIR * ROWS * expanded_bytes(k)
+        raw = malloc(_SPACE + 64 + x_bytes + threads * w_bytes)
         if raw == 0:
             return NO_MEMORY
         made = (raw + 63) // 64 * 64
@@ -249,7 +265,7 @@ def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) 
         store_i64(made, PLAN_THREADS, threads)
         store_i64(made, _PER_ITEM, per_item)
         store_i64(made, _BLOCKS, blocks)
-        store_i64(made, _EXPANDED, made + _SPACE + packed_bytes)
+        store_i64(made, _EXPANDED, made + _SPACE + x_bytes)
         store_i64(made, _RAW, raw)
         store_i64(made, _PACKED, 0)
         return made
@@ -257,22 +273,23 @@ def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) 
     @named(name)
     def body(frame, plan, i, worker):
         rows, k, outputs = frames.num_rows(frame), frames.num_inputs(frame), num_outputs(frame)
-        blocks, packed = load_i64(plan, _BLOCKS), plan + _SPACE
+        blocks, packed, x_stride = load_i64(plan, _BLOCKS), plan + _SPACE, packed_bytes(k)
+        scratch = stack(SCRATCH_BYTES)
         if i < blocks:
             source = frames.x_data(frame) + i * ROWS * k * 4
             if has_stored and rows == 1:
                 round_one(source, k, packed)
             else:
-                pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * _packed_bytes(k))
+                pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * x_stride, scratch)
             atomic_add(plan + _PACKED, 1)
             return
         first = (i - blocks) * load_i64(plan, _PER_ITEM)
         last = min(first + load_i64(plan, _PER_ITEM), outputs)
-        group = blocks if has_stored else max(_GROUP_BYTES // _packed_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
+        group = blocks if has_stored else max(_GROUP_BYTES // read_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
         turns = (min(group, blocks) + PAIR - 1) // PAIR
         fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE
-        stored, scratch, w = stored_bytes(frame), stack(SCRATCH_BYTES), frames.w_data(frame)
-        expanded = load_i64(plan, _EXPANDED) + worker * slab * 2 * k
+        stored, w, w_stride = stored_bytes(frame), frames.w_data(frame), expanded_bytes(k)
+        expanded = load_i64(plan, _EXPANDED) + worker * PAIR * ROWS * w_stride
         fetch(w + first * stored, slab * stored)  # what comes after it is fetched on the way
         if activation:
             fetch(w + (outputs + first) * stored, slab * stored)
@@ -291,17 +308,18 @@ def _make_handler(name: str, kind: str, activation: str, *, in_registers: bool) 
                     continue
                 if has_stored and not is_dense and turns == 1:
                     product_of_stored(
-                        tiles, blocks, weights, apart, stored, packed, _packed_bytes(k), k,
+                        tiles, blocks, weights, apart, stored, packed, x_stride, k,
                         y, outputs * 4, rows - (blocks - 1) * ROWS, scratch, ahead, fetch_step,
                     )  # fmt: skip
                     continue
                 if not is_dense:
-                    expand(tiles, weights, stored, k, expanded, scratch)
-                    weights, apart = expanded, ROWS * 2 * k
+                    for tile in range(tiles):
+                        expand(weights + tile * apart, stored, k, expanded + tile * ROWS * w_stride, scratch)
+                    weights, apart = expanded, ROWS * w_stride
                 for m in range(above, below, PAIR):
                     count = min(PAIR, below - m)
                     product(
-                        tiles, count, weights, apart, 2 * k, packed + m * _packed_bytes(k), _packed_bytes(k), k,
+                        tiles, count, weights, apart, w_stride, packed + m * x_stride, x_stride, k,
                         y + m * ROWS * outputs * 4, outputs * 4, min(ROWS, rows - (m + count - 1) * ROWS), scratch,
                         ahead + (m - above) // PAIR * (k // STEP) * fetch_step, fetch_step,
                     )  # fmt: skip

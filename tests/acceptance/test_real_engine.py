@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from cpu_marks import needs_cpu_tiles
+from cpu_marks import needs_cpu_bytes, needs_cpu_tiles
+from jaxserve.pallas_kernels.backend import has_tile_registers
 
 from jaxserve import LLM, SamplingParams
 
@@ -81,6 +83,24 @@ def test_where_products_are_made_in_tiles_company_changes_no_token(smollm2: str)
         engine.flush_cache()
         together = [output.token_ids for output in engine.generate(prompts, params)]
     assert together == alone
+
+
+@needs_cpu_bytes
+def test_inputs_in_bytes_leave_a_prompt_its_probabilities(smollm2: str) -> None:
+    """Of 4-bit weights, whose prompts are products in bytes: log-probabilities beside those of the default."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = [row["prompt"] for row in SHORT[:4]]
+    found = []
+    for backend in ("cpu_ffi", "cpu_int8"):
+        with LLM(
+            smollm2, matmul_backend=backend, max_model_len=256, max_num_rows=8, warmup=False, progress=False
+        ) as engine:
+            outputs = engine.generate(prompts, params)
+        found.append([[token.logprob for token in output.prompt_logprobs[1:]] for output in outputs])
+    default, in_bytes = (np.concatenate(each) for each in found)
+    if not has_tile_registers():
+        assert (default != in_bytes).any()
+    assert np.abs(default - in_bytes).mean() <= 0.1
 
 
 @needs_cpu_tiles

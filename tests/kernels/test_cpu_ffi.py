@@ -131,6 +131,8 @@ def test_choice_of_backend():
         backends.resolve_matmul_backend("cpu_ffi", "gpu")
     with pytest.raises(ValueError, match=r"matmul_backend: got 'cpu_tiles', which cannot run here \(platform 'gpu'"):
         backends.resolve_matmul_backend("cpu_tiles", "gpu")
+    with pytest.raises(ValueError, match=r"matmul_backend: got 'cpu_int8', which cannot run here \(platform 'gpu'"):
+        backends.resolve_matmul_backend("cpu_int8", "gpu")
     with pytest.raises(ValueError, match="attention_backend: got 'triton'; allowed: auto, cpu_ffi, xla, reference"):
         backends.resolve_attention_backend("triton", "cpu")
 
