@@ -20,7 +20,7 @@ import alternating
 from jaxserve.bench import load, report, workloads
 from jaxserve.bench.in_process import InProcessTarget
 from jaxserve.bench.workloads import LengthRange, Workload
-from jaxserve.config import EngineConfig
+from jaxserve.config import MATMUL_BACKENDS, EngineConfig
 
 
 def run(target: InProcessTarget, workload: Workload, ideal: int) -> alternating.Figures:
@@ -45,6 +45,7 @@ def run(target: InProcessTarget, workload: Workload, ideal: int) -> alternating.
 
 def main() -> None:
     parser = alternating.make_parser(__doc__)
+    parser.add_argument("--matmul-backend", default="auto", choices=MATMUL_BACKENDS)
     parser.add_argument("--parts", default="shared,unique", help="one of them, or both")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--unique-requests", type=int, default=16, help="of the run where nothing is shared")
@@ -68,6 +69,7 @@ def main() -> None:
             EngineConfig(
                 model=options.model,
                 dtype=options.dtype,
+                matmul_backend=options.matmul_backend,
                 prefix_cache=prefix_cache,
                 cascade=cascade,
                 max_num_rows=options.max_num_rows,
@@ -93,7 +95,12 @@ def main() -> None:
         with make_target(name) as target:
             return run(target, workload, options.unique_requests * prompt)
 
-    settings = {"model": options.model, "dtype": options.dtype, "rounds": options.rounds}
+    settings = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "matmul_backend": options.matmul_backend,
+        "rounds": options.rounds,
+    }
     lengths = f"{options.prefix_tokens} + {options.own_tokens} tokens, {options.output_tokens} out"
     if "shared" in parts:
         targets = {name: make_target(name) for name in variants}
