@@ -1,6 +1,6 @@
 """Making quantised weights while a checkpoint is loaded, and what published files call theirs. No jax.
 
-Weights alone are quantised; activations stay float. Forms are those of pallas_kernels/matmul/quantized.py.
+Weights alone are quantised. Forms are those of pallas_kernels/matmul/quantized.py.
 """
 
 from __future__ import annotations

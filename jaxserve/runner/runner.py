@@ -287,6 +287,10 @@ def resolve_options(config: EngineConfig, platform: str, model_config: ModelConf
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     if config.deterministic:  # the kernels for few rows sum in another order than XLA's products
         matmul = deterministic_matmul_backend(platform, dtype)
+        if config.matmul_backend not in ("auto", matmul):
+            raise ValueError(
+                f"matmul_backend: got {config.matmul_backend!r} with deterministic; allowed: auto, {matmul}"
+            )
     else:
         matmul = resolve_matmul_backend(config.matmul_backend, platform)
     page_dtype = config.page_dtype

@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.matmul.quantized import (
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
-_BYTE_ROWS = 16  # up to which products with a copy in bfloat16 are faster: expanding codes costs as much as they do
+_BYTE_ROWS = 16  # up to which products with a copy in bfloat16, where the CPU multiplies it, are as fast and exacter
 _CPU_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8")
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -101,11 +101,12 @@ def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
         return _fits_planar(x)
     if backend not in _CPU_BACKENDS:
         return False
-    if x.shape[0] > _BYTE_ROWS and all(_takes_bytes(x, part, backend) for part in getattr(w, "parts", (w,))):
-        return True
-    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
+    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles
     from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
+    copied = _BYTE_ROWS if has_bf16_dot() else 0
+    if x.shape[0] > copied and all(_takes_bytes(x, part, backend) for part in getattr(w, "parts", (w,))):
+        return True
     if has_bf16_tiles() and all(cpu_ffi_tiles.fits(part) for part in getattr(w, "parts", (w,))):
         return True  # expanding in the cache, beside the multiplication, costs less than reading the copy
     return backend != "cpu_tiles" and x.shape[0] <= cpu_ffi.BLOCK_ROWS

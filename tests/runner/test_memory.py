@@ -119,6 +119,8 @@ def test_options_of_the_platform() -> None:
     plain = resolve_options(EngineConfig(attention_backend="xla", matmul_backend="xla"), "cpu")
     assert (plain.dtype, plain.page_dtype, plain.page_size) == ("bfloat16", "float32", 16)
     exact = resolve_options(EngineConfig(dtype="float32", deterministic=True, page_size=4), "cpu")
+    with pytest.raises(ValueError, match="matmul_backend: got 'cpu_ffi' with deterministic; allowed: auto, xla"):
+        resolve_options(EngineConfig(dtype="float32", deterministic=True, matmul_backend="cpu_ffi"), "cpu")
     assert (exact.dtype, exact.page_dtype, exact.page_size, exact.matmul) == ("float32", "float32", 4, "xla")
     other = resolve_options(EngineConfig(attention_backend="xla", matmul_backend="xla"), "gpu")
     assert (other.page_dtype, other.page_size) == ("bfloat16", 64)
