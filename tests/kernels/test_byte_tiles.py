@@ -111,8 +111,8 @@ def test_nothing_infinity_and_nan():
 
 
 def test_where_products_are_in_bytes():
-    """More than 4 rows, or more than 16 of a weight with a copy in bfloat16 that the CPU multiplies; not where there are
-    tile registers, and no weights but quantised ones with codes of whole numbers."""
+    """More than 4 rows, or more than 16 of a weight with a copy in bfloat16 that the CPU multiplies; not where there
+    are tile registers, and no weights but quantised ones with codes of whole numbers."""
     w, values = random_weight("q4_1", (96, 64))
     copy, of_copy = jnp.asarray(values, jnp.bfloat16), 16 if cpu_tiles_available()[0] else 4
     for weight, most_exact in ((w, 4), (DoubleWeight(w, copy), of_copy), (JoinedWeight((w, w)), 4)):
