@@ -46,7 +46,7 @@ ENGINE_HELP = {
     "cascade": "Decoding requests that share cached pages read them together.",
     "deterministic": "Bitwise the same tokens and log-probabilities whatever else runs.",
     "attention_backend": f"One of {', '.join(ATTENTION_BACKENDS)}.",
-    "matmul_backend": f"One of {', '.join(MATMUL_BACKENDS)}.",
+    "matmul_backend": f"One of {', '.join(MATMUL_BACKENDS)}; cpu_int8 rounds inputs to 8 bits.",
     "seed": "Seed of requests that bring none.",
     "max_waiting": "Requests in the queue before new ones are refused; 0: no limit.",
     "kv_events": "Tell routers which prefixes are cached.",
