@@ -55,7 +55,8 @@ class EngineConfig:
     jump_forward       compute tokens that a grammar forces in one chunk instead of one by one
     overlap            dispatch a step before the last one's tokens are read
     cascade            decoding requests that share cached pages read them together
-    deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs
+    deterministic      a request's tokens and log-probabilities are bitwise the same whatever else runs; it has its own
+                       choice of matmul_backend, others are refused
     seed               for requests without a seed of their own
     max_waiting        requests in the queue before new ones are refused; 0: no limit
     kv_events          tell routers which prefixes are cached (GET /kv_events)

@@ -57,7 +57,7 @@ def has_bf16_dot() -> bool:
 
 def has_byte_dot() -> bool:
     """vpdpbusd: four unsigned bytes times four signed ones summed in int32."""
-    return has_wide_vectors() and {"avx512bw", "avx512vnni"} <= cpu_features()
+    return has_wide_vectors() and {"avx512bw", "avx512vl", "avx512vnni"} <= cpu_features()
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Each 32 values of a row of x become whole numbers of 8 bits times a scale of the
 codes are those stored, made unsigned by a bias if they are not; a weight is factor * code + offset, with two such
 numbers for each 32 inputs of an output (or 16, where the form has them).
 
-Where the largest of 32 values of a row is OUTLIER times the mean of the row and more, as in the few channels of a
+Where the largest of 32 values of a row is more than OUTLIER times the mean of the row, as in the few channels of a
 language model that are far larger than all others, 8 bits would leave nothing of the other 31 values. Those have a
 second digit: 16 bits, for which the block of 16 rows takes twice the time at that place. The second digit of the other
 rows is zero, so that a row does not depend on its neighbours. (Two parts of x for outliers: Dettmers et al., 2022,
@@ -36,10 +36,12 @@ from numba.core import cgutils
 
 OUTLIER = 20.0
 _LARGEST = 127.0
+_LEAST = 1e-20  # values far below it become 0: products of scales are not to leave the range of float32
 _FOURS = BLOCK // 4  # lines of 16 rows x 4 values in a block
 # What a block of 32 inputs and 16 rows of x is made into: lines of the first digit, then a line of scales and two of
-# the sums of all its values and of the first 16, as the products see them. Behind all blocks lie the lines of second
-# digits, then an int64 for each block: whether it has any.
+# what is added for all its values and for the first 16: the sum, which offsets are multiplied with, or where codes have
+# a bias, its part of the sum of products as int32. Behind all blocks lie the lines of second digits, then for each
+# block an int64: whether it has any.
 _SCALES_AT = _FOURS * LINE
 _SUMS_AT = _SCALES_AT + LINE
 _BLOCK_BYTES, _SECOND_BYTES = _SUMS_AT + 2 * LINE, _FOURS * LINE
@@ -93,8 +95,9 @@ def _dot(e: Emitter, total: ir.Value, codes: ir.Value, digits: ir.Value) -> ir.V
     return e.b.call(e.function(name, total.type, [total.type] * 3), [total, codes, digits])
 
 
-def make_pack() -> Any:
-    """pack(x, x_stride, rows, k, target, space): up to ROWS rows of x; missing rows repeat the last. space: 3 LINEs."""
+def make_pack(kind: str) -> Any:
+    """pack(x, x_stride, rows, k, target, space): up to ROWS rows of x; missing rows repeat the last. space: 2 LINEs."""
+    is_biased = kind in _CODES_AT
 
     def emit(e: Emitter, x, x_stride, rows, k, target, space) -> None:
         b = e.b
@@ -113,7 +116,8 @@ def make_pack() -> Any:
             e.store(b.zext(has_outlier, I64), b.add(flags, b.mul(count, e.const(8))), 8)
             first_at = b.add(target, b.mul(count, e.const(_BLOCK_BYTES)))
             second_at = b.add(second, b.mul(count, e.const(_SECOND_BYTES)))
-            up = b.fdiv(e.splat_const(_LARGEST), e.max(largest, e.splat_const(1e-30)))
+            largest = b.call(e.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2), [largest, e.splat_const(_LEAST)])
+            up = b.fdiv(e.splat_const(_LARGEST), largest)
             scale = b.fmul(largest, e.splat_const(1 / _LARGEST))
             e.store(up, space, LINE)
             with b.if_else(has_outlier) as (two, one):
@@ -124,10 +128,10 @@ def make_pack() -> Any:
                     e.store(shift, e.at(space, LINE), LINE)
                     sums = _emit_digits(e, rows_at, e.hidden(space), first_at, second_at)
                     scale_two = b.fmul(scale, e.splat_const(1 / 256))
-                    _emit_head(e, first_at, scale_two, sums)
+                    _emit_head(e, first_at, scale_two, sums, is_biased)
                 with one:
                     sums = _emit_digits(e, rows_at, e.hidden(space), first_at, None)
-                    _emit_head(e, first_at, scale, sums)
+                    _emit_head(e, first_at, scale, sums, is_biased)
 
     return void_intrinsic((types.intp,) * 6, emit)
 
@@ -136,18 +140,18 @@ def _emit_bound(e: Emitter, starts: list[ir.Value], k: ir.Value) -> ir.Value:
     """OUTLIER times the mean size of the values of each row, the rows in lanes."""
     b = e.b
     size = e.function("llvm.fabs.v16f32", VECTOR, [VECTOR])
+    share = e.splat(b.fdiv(ir.Constant(FLOAT, OUTLIER), b.sitofp(k, FLOAT)))
     totals = [cgutils.alloca_once(b, VECTOR) for _ in starts]
     for total in totals:
         b.store(e.splat_const(0.0), total)
     with emit_loop(e, 0, k, LANES) as (i, _):
         for start, total in zip(starts, totals):
             value = b.call(size, [e.load(b.add(start, b.mul(i, e.const(4))))])
-            b.store(b.fadd(b.load(total), value), total)
+            b.store(e.fma(value, share, b.load(total)), total)
     columns = e.transpose([b.load(total) for total in totals])
     while len(columns) > 1:
         columns = [b.fadd(x, y) for x, y in zip(columns[::2], columns[1::2])]
-    mean = b.fdiv(columns[0], e.splat(b.sitofp(k, FLOAT)))
-    return b.fmul(mean, e.splat_const(OUTLIER))
+    return columns[0]
 
 
 def _emit_largest(e: Emitter, rows: list[ir.Value]) -> ir.Value:
@@ -211,9 +215,12 @@ def _emit_digits(
     return [b.add(b.shl(high, _ints(8)), low) for high, low in zip(*sums)]
 
 
-def _emit_head(e: Emitter, block: ir.Value, scale: ir.Value, sums: list[ir.Value]) -> None:
+def _emit_head(e: Emitter, block: ir.Value, scale: ir.Value, sums: list[ir.Value], is_biased: bool) -> None:
     b = e.b
-    first, total = (b.fmul(b.sitofp(x, VECTOR), scale) for x in sums)
+    if is_biased:
+        first, total = (b.mul(x, _ints(-_BIAS)) for x in sums)
+    else:
+        first, total = (b.fmul(b.sitofp(x, VECTOR), scale) for x in sums)
     for n, line in enumerate((scale, total, first)):
         e.store(line, e.at(block, _SCALES_AT + n * LINE), LINE)
 
@@ -259,7 +266,7 @@ def make_expand(kind: str) -> Any:
             factors = [b.fmul(half(0), byte(at, signed=True)) for at in (2, 3)]
         else:
             factors = [e.load(b.add(row, k), FLOAT, 1) if kind in ROW_KINDS else half(0)]
-        return [(factor, b.fmul(factor, ir.Constant(FLOAT, -float(_BIAS)))) for factor in factors]
+        return [(factor, ir.Constant(FLOAT, 0.0)) for factor in factors]
 
     def emit(e: Emitter, w, w_stride, k, target, space) -> None:
         b = e.b
@@ -280,7 +287,7 @@ def make_expand(kind: str) -> Any:
 
 def make_dots(kind: str) -> Dots:
     """Sums of outputs as make_expand leaves them times x as make_pack does."""
-    parts = 2 if is_split(kind) else 1
+    parts, is_biased = 2 if is_split(kind) else 1, kind in _CODES_AT
 
     def emit_step(e: Emitter, i, count, k, w_starts, x_starts, sums, lanes) -> None:
         b = e.b
@@ -322,21 +329,25 @@ def make_dots(kind: str) -> Dots:
                         with emit_loop(e, *fours, 1) as (four, _):
                             multiply(dots, codes_at, {m: b.add(start, second_at)}, four)
             scales = [e.load(e.at(at, _SCALES_AT), vector, LINE) for at in blocks_at]
-            totals = [_part_sum(e, at, part, parts, vector) for at in blocks_at]
+            added = [_part_sum(e, at, part, parts, ints if is_biased else vector) for at in blocks_at]
             for n, start in enumerate(w_starts):
                 pair = e.at(b.add(b.add(start, k), b.mul(count, e.const(8 * parts))), 8 * part)
                 factor, offset = (_splat_at(e, e.at(pair, at), FLOAT, lanes) for at in (0, 4))
                 for m in range(len(x_starts)):
-                    dot = b.sitofp(b.load(dots[n, m]), vector)
-                    total = e.fma(b.fmul(factor, scales[m]), dot, b.load(sums[n, m]))
-                    b.store(e.fma(offset, totals[m], total), sums[n, m])
+                    dot, total = b.load(dots[n, m]), b.load(sums[n, m])
+                    if is_biased:
+                        dot = b.add(dot, added[m])
+                    else:
+                        total = e.fma(offset, added[m], total)
+                    b.store(e.fma(b.fmul(factor, scales[m]), b.sitofp(dot, vector), total), sums[n, m])
 
     return Dots(_TOGETHER, emit_step)
 
 
 def _part_sum(e: Emitter, block: ir.Value, part: int, parts: int, vector: ir.Type) -> ir.Value:
-    """The sum of the values of a block, or of one half of it."""
+    """What is added for a block, or for one half of it."""
     if parts == 1:
         return e.load(e.at(block, _SUMS_AT), vector, LINE)
-    first = e.load(e.at(block, _SUMS_AT + LINE), vector, LINE)
-    return first if part == 0 else e.b.fsub(e.load(e.at(block, _SUMS_AT), vector, LINE), first)
+    first, total = (e.load(e.at(block, at), vector, LINE) for at in (_SUMS_AT + LINE, _SUMS_AT))
+    subtract = e.b.sub if vector.element == I32 else e.b.fsub
+    return first if part == 0 else subtract(total, first)

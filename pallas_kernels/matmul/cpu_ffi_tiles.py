@@ -4,8 +4,8 @@ out.T = w @ x.T. Weights in bfloat16 are read where they lie; quantised ones are
 time, in memory that stays in the cache. x is rounded to bfloat16 and laid out by the first work items of a call (pairs
 of values, 16 rows side by side), for which the others wait. Sums are made in the tile registers of newer Intel CPUs
 (AMX), or else by dot products of pairs in AVX-512. Either way every sum runs over k in one order, so rows do not depend
-on how many there are, nor on the form of the weights. The same is done with x in whole numbers of 8 bits and the codes
-of quantised weights (cpu_ffi_byte_tiles), for which only the layout of both and the products differ.
+on how many there are, nor on the form of the weights. The same frame serves products of x in whole numbers of 8 bits
+with the codes of quantised weights (cpu_ffi_byte_tiles); the layout of both and the products differ.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arith
         row_bytes = byte_tiles.make_expanded_bytes(kind)
         product = make_product(None, in_registers=False, activation=activation, dots=byte_tiles.make_dots(kind))
         return _Arithmetic(
-            byte_tiles.make_pack(), byte_tiles.packed_bytes, byte_tiles.read_bytes, row_bytes,
+            byte_tiles.make_pack(kind), byte_tiles.packed_bytes, byte_tiles.read_bytes, row_bytes,
             byte_tiles.make_expand(kind), product,
         )  # fmt: skip
 

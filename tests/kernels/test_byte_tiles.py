@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cpu_marks import needs_cpu_bytes
+from jaxserve.models.quantization import dequantize_numpy
 from jaxserve.pallas_kernels.backend import cpu_tiles_available, has_tile_registers
 from jaxserve.pallas_kernels.matmul.api import gated_linear, linear
 from jaxserve.pallas_kernels.matmul.quantized import DoubleWeight, JoinedWeight, QuantizedWeight
@@ -37,13 +39,13 @@ def _inputs(rows: int, k: int, outliers: tuple[tuple[int, int], ...] = ()) -> np
 def _rounded(x: np.ndarray) -> np.ndarray:
     """[T, K] -> the values that are multiplied, in float64: 32 at a time whole numbers up to 127 times a scale, or up
     to 127 * 256 where one of them is an outlier of its row."""
-    x = x.astype(np.float64)
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    is_outlier = largest > OUTLIER * np.abs(x).mean(axis=1)[:, None, None]
-    steps = np.where(is_outlier, 127 * 256, 127)
-    scale = np.where(largest > 0, largest, 1) / steps
-    return (np.rint(blocks / scale) * scale).reshape(x.shape)
+    is_outlier = largest > OUTLIER * np.abs(x.astype(np.float64)).mean(axis=1)[:, None, None]
+    steps = np.where(is_outlier, np.float32(256), np.float32(1))
+    up = np.float32(127) / np.where(largest > 0, largest, np.float32(1))
+    numbers = np.rint(blocks * (up * steps)).astype(np.float64)  # the product in float32: it decides ties
+    return (numbers * largest / (127 * steps.astype(np.float64))).reshape(x.shape)
 
 
 def _error(found: jax.Array, expected: np.ndarray) -> float:
@@ -57,8 +59,7 @@ def test_as_the_rounded_inputs_in_float64(kind, rows, outputs, k):
     w, values = random_weight(kind, (outputs, k))
     for outliers in ((), ((0, 5), (rows // 2, k - 1), (17, 3))):
         x = _inputs(rows, k, outliers)
-        # A value may lie so close to the middle of two numbers that float32 rounds it to the other one.
-        assert _error(_product(jnp.asarray(x), w), _rounded(x) @ values.T) <= 2e-4
+        assert _error(_product(jnp.asarray(x), w), _rounded(x) @ values.T) <= 3e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,6 +100,33 @@ def test_gated(kind, activation):
         else:
             expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
         assert _error(_product(jnp.asarray(x), w, activation), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("kind", ["int8", "q8_0", "q6_k"])
+def test_codes_of_zero_and_of_the_largest_size(kind):
+    """The bias of signed codes is taken away exactly, also where all of them are as far from zero as they get."""
+    w, _ = random_weight(kind, (16, 1536))
+    x = np.abs(_inputs(6, 1536, ((0, 7),)))
+    for code in (0, 0x80, 0x7F, 0xFF):
+        codes = np.array(w.codes)
+        if kind == "int8":
+            codes[:, :1536] = code
+        else:
+            codes.reshape(16, 48, -1)[..., -32:] = code
+        extreme = dataclasses.replace(w, codes=jnp.asarray(codes))
+        values = dequantize_numpy(codes, kind).astype(np.float64)
+        expected, found = _rounded(x) @ values.T, np.asarray(_product(jnp.asarray(x), extreme))
+        assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["int8", "q4_1"])
+def test_small_and_large_values(kind):
+    w, values = random_weight(kind, (32, 64))
+    for size in (1e-15, 1e-10, 1e10, 1e30):
+        x = _inputs(20, 64, ((3, 5),)) * np.float32(size)
+        assert _error(_product(jnp.asarray(x), w), _rounded(x) @ values.T) <= 3e-6
+    tiny = np.asarray(_product(jnp.asarray(_inputs(20, 64) * np.float32(1e-30)), w))
+    assert np.abs(tiny).max() <= 1e-18
 
 
 def test_nothing_infinity_and_nan():
