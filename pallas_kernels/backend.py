@@ -30,26 +30,25 @@ def cpu_ffi_available() -> tuple[bool, str]:
     return not reason, reason
 
 
-@functools.cache
 def cpu_tiles_available() -> tuple[bool, str]:
     """As cpu_ffi_available, for products in tiles."""
-    is_available, reason = cpu_ffi_available()
-    if not is_available:
-        return False, reason
-    from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
+    return _cpu_ffi_with("has_bf16_dot", "for bfloat16")
 
-    return (True, "") if has_bf16_dot() else (False, "the CPU lacks AVX-512 for bfloat16")
+
+def cpu_bytes_available() -> tuple[bool, str]:
+    """As cpu_ffi_available, for products in bytes."""
+    return _cpu_ffi_with("has_byte_dot", "with VNNI")
 
 
 @functools.cache
-def cpu_bytes_available() -> tuple[bool, str]:
-    """As cpu_ffi_available, for products in bytes."""
+def _cpu_ffi_with(feature: str, what: str) -> tuple[bool, str]:
+    """As cpu_ffi_available, where support.<feature>() is asked for too."""
     is_available, reason = cpu_ffi_available()
     if not is_available:
         return False, reason
-    from jaxserve.pallas_kernels.cpu_ffi.support import has_byte_dot
+    from jaxserve.pallas_kernels.cpu_ffi import support
 
-    return (True, "") if has_byte_dot() else (False, "the CPU lacks AVX-512 with VNNI")
+    return (True, "") if getattr(support, feature)() else (False, f"the CPU lacks AVX-512 {what}")
 
 
 @functools.cache

@@ -139,6 +139,30 @@ class Emitter:
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
         return self.b.call(self.function(name, total.type, [total.type, x.type, y.type]), [total, x, y])
 
+    def dot_bytes(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total plus, in each lane, four unsigned bytes of x times four signed ones of y, all int32. Only where
+        support.has_byte_dot()."""
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}"
+        return self.b.call(self.function(name, total.type, [total.type] * 3), [total, x, y])
+
+    def ints(self, value: int, lanes: int = LANES) -> ir.Constant:
+        return ir.Constant(ir.VectorType(I32, lanes), [value] * lanes)
+
+    def to_int(self, x: ir.Value) -> ir.Value:
+        """16 float32 rounded to int32, as the thread is set: to nearest. Only with AVX-512."""
+        mask = ir.IntType(LANES)
+        function = self.function(
+            "llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32]
+        )
+        return self.b.call(function, [x, self.ints(0), ir.Constant(mask, -1), ir.Constant(I32, 4)])
+
+    def size(self, x: ir.Value) -> ir.Value:
+        return self.b.call(self.function("llvm.fabs.v16f32", VECTOR, [VECTOR]), [x])
+
+    def max_or_nan(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The larger of each two of 16 float32; NaN where one of them is."""
+        return self.b.call(self.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2), [x, y])
+
     def max(self, x: ir.Value, y: ir.Value) -> ir.Value:
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 

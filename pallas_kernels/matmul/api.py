@@ -81,11 +81,9 @@ def gated_linear(x: jax.Array, w: AnyWeight, *, activation: str, backend: str) -
 
         if isinstance(w, DoubleWeight):
             w = w.stored if _takes_blocks(x, w.stored, backend) else w.dense
-        is_known = activation in _ACTIVATIONS
-        if is_known and _takes_bytes(x, w, backend) and cpu_ffi_tiles.fits_gated(w, in_bytes=True):
-            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation, in_bytes=True)
-        if is_known and cpu_ffi_tiles.fits_gated(w):
-            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation)
+        in_bytes = _takes_bytes(x, w, backend)
+        if activation in _ACTIVATIONS and cpu_ffi_tiles.fits_gated(w, in_bytes=in_bytes):
+            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation, in_bytes=in_bytes)
     gate, up = jnp.split(linear(x, w, backend=backend), 2, axis=-1)
     return activate(gate, activation) * up
 

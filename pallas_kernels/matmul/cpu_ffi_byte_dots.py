@@ -51,7 +51,7 @@ _PAIRS = ir.VectorType(FLOAT, 2 * GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class Form:
     codes_at: int  # where the codes begin in a block
     is_nibbles: bool = False
     bias: int = 0  # added to a code to make it unsigned
@@ -61,23 +61,19 @@ class _Form:
 
 
 # Where codes are bytes a sum of 8 (of 4 if halves are split) products has to stay below 2**31.
-_FORMS = {
-    "int8": _Form(0, bias=128, largest=2.09e6),
-    "q8_0": _Form(2, bias=128, largest=2.09e6),
-    "q4_1": _Form(4, is_nibbles=True, offset_sign=1),
-    "q4_z": _Form(4, is_nibbles=True, offset_sign=-1),
-    "q4_k": _Form(6, is_nibbles=True, offset_sign=-1),
-    "q6_k": _Form(4, bias=128, largest=4.18e6, is_split=True),
+FORMS = {
+    "int8": Form(0, bias=128, largest=2.09e6),
+    "q8_0": Form(2, bias=128, largest=2.09e6),
+    "q4_1": Form(4, is_nibbles=True, offset_sign=1),
+    "q4_z": Form(4, is_nibbles=True, offset_sign=-1),
+    "q4_k": Form(6, is_nibbles=True, offset_sign=-1),
+    "q6_k": Form(4, bias=128, largest=4.18e6, is_split=True),
 }
 
 
 def fits(kind: str) -> bool:
     """Whether this form has codes that are whole numbers."""
-    return kind in _FORMS
-
-
-def _ints(value: int) -> ir.Constant:
-    return ir.Constant(INT_VECTOR, [value] * LANES)
+    return kind in FORMS
 
 
 def _shuffle(e: Emitter, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value:
@@ -87,26 +83,21 @@ def _shuffle(e: Emitter, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value
 def make_arrange(kind: str) -> Any:
     """arrange(x, target): BLOCK float32 into their places in a group, of which `target` is the part of that block:
     16 * (its index in the group) bytes behind the group's beginning, and 8 * (its index) for `pairs`."""
-    form = _FORMS[kind]
+    form = FORMS[kind]
 
     def emit(e: Emitter, x: ir.Value, target: ir.Value, pairs: ir.Value) -> None:
         b = e.b
         halves = [e.load(x), e.load(e.at(x, 4 * LANES))]
         # The maximum that keeps NaN, which has no digits: the scale becomes NaN in its place.
-        maximum = e.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2)
-        size = e.function("llvm.fabs.v16f32", VECTOR, [VECTOR])
-        largest = b.call(maximum, [b.call(size, [half]) for half in halves])
+        largest = e.max_or_nan(*(e.size(half) for half in halves))
         for step in (8, 4, 2, 1):
             other = _shuffle(e, largest, largest, [lane ^ step for lane in range(LANES)])
-            largest = b.call(maximum, [largest, other])
+            largest = e.max_or_nan(largest, other)
         up = b.fdiv(e.splat_const(form.largest), e.max(largest, e.splat_const(1e-30)))
         scale = b.fmul(e.lane(largest, 0), ir.Constant(FLOAT, 1.0 / form.largest))
-        mask = ir.IntType(LANES)
-        to_int = e.function("llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32])
-        rounding = [_ints(0), ir.Constant(mask, -1), ir.Constant(I32, 4)]  # as the thread is set: to nearest
         biases = []
         for j, half in enumerate(halves):
-            digits = b.call(to_int, [b.fmul(half, up), *rounding])
+            digits = e.to_int(b.fmul(half, up))
             if form.bias:
                 fours = [_shuffle(e, digits, digits, [4 * i + lane for i in range(4)]) for lane in range(4)]
                 total = b.add(b.add(fours[0], fours[1]), b.add(fours[2], fours[3]))
@@ -114,7 +105,7 @@ def make_arrange(kind: str) -> Any:
             for place in reversed(range(_DIGITS)):
                 e.store(b.trunc(digits, _BYTES16), e.at(target, (j * _DIGITS + place) * 64), 16)
                 # What is left when the lowest digit, which is between -128 and 127, is taken away.
-                digits = b.ashr(b.add(digits, _ints(128)), _ints(8))
+                digits = b.ashr(b.add(digits, e.ints(128)), e.ints(8))
         if form.bias and not form.is_split:
             biases = [b.add(*biases)]
         for j, bias in enumerate(biases):
@@ -133,7 +124,7 @@ class _Group:
 
     def __init__(self, e: Emitter, kind: str, start: ir.Value, blocks: list[ir.Value] | None, scale: ir.Value) -> None:
         """blocks: their addresses if they do not lie one behind the other; scale: where the one of a row is."""
-        self.e, self.kind, self.form, self.size = e, kind, _FORMS[kind], block_bytes(kind)
+        self.e, self.kind, self.form, self.size = e, kind, FORMS[kind], block_bytes(kind)
         self.start, self.blocks, self.row_scale = start, blocks, scale
 
     def _quarters(self, at: int) -> ir.Value:
@@ -161,9 +152,9 @@ class _Group:
         if self.form.is_nibbles:
             both = b.bitcast(self._quarters(at), ir.VectorType(I16, 32))
             high = b.lshr(both, ir.Constant(both.type, [4] * 32))
-            return [b.and_(b.bitcast(x, INT_VECTOR), _ints(0x0F0F0F0F)) for x in (both, high)]
+            return [b.and_(b.bitcast(x, INT_VECTOR), self.e.ints(0x0F0F0F0F)) for x in (both, high)]
         flip = 0x80808080 - 2**32  # adding 128 is flipping the highest bit
-        return [b.xor(b.bitcast(self._quarters(at + j), INT_VECTOR), _ints(flip)) for j in (0, LANES)]
+        return [b.xor(b.bitcast(self._quarters(at + j), INT_VECTOR), self.e.ints(flip)) for j in (0, LANES)]
 
     def _words(self, at: int) -> ir.Value:
         """The int32 at this offset of each block."""
@@ -210,7 +201,7 @@ class _Group:
 class _Sums:
     """What one output and one row of x have added up."""
 
-    def __init__(self, e: Emitter, form: _Form) -> None:
+    def __init__(self, e: Emitter, form: Form) -> None:
         self.e, self.form = e, form
         self.products = cgutils.alloca_once(e.b, VECTOR)
         self.offsets = cgutils.alloca_once(e.b, _PAIRS)
@@ -225,15 +216,15 @@ class _Sums:
             b.store(b.fadd(b.load(self.offsets), factors), self.offsets)
         halves = [[0], [1]] if form.is_split else [[0, 1]]
         for j, parts in enumerate(halves):
-            total: ir.Value = _ints(0)
+            total: ir.Value = e.ints(0)
             for place in range(_DIGITS):
                 if place:
-                    total = b.shl(total, _ints(8))
+                    total = b.shl(total, e.ints(8))
                 if form.bias and place == _DIGITS - 1:
                     total = b.add(total, e.load(e.at(x, _BIAS_AT + 64 * j), INT_VECTOR, 64))
                 for part in parts:
                     digits = e.load(e.at(x, (part * _DIGITS + place) * 64), INT_VECTOR, 64)
-                    total = _dot_bytes(e, total, codes[part], digits)
+                    total = e.dot_bytes(total, codes[part], digits)
             factor = _shuffle(e, factors, factors, [2 * (lane // 4) + j for lane in range(LANES)])
             sums = e.fma(b.sitofp(total, VECTOR), factor, b.load(self.products))
             b.store(sums, self.products)
@@ -246,11 +237,6 @@ class _Sums:
         zeros = ir.Constant(_PAIRS, [0.0] * 2 * GROUP)
         odd = [lane if lane % 2 else 2 * GROUP for lane in range(2 * GROUP)] + [2 * GROUP] * 2 * GROUP
         return e.b.fadd(products, _shuffle(e, e.b.load(self.offsets), zeros, odd))
-
-
-def _dot_bytes(e: Emitter, total: ir.Value, codes: ir.Value, digits: ir.Value) -> ir.Value:
-    dot = e.function("llvm.x86.avx512.vpdpbusd.512", INT_VECTOR, [INT_VECTOR] * 3)
-    return e.b.call(dot, [total, codes, digits])
 
 
 def make_dots(kind: str) -> Any:
@@ -284,7 +270,7 @@ def _emit_outputs(
 ) -> list[ir.Value]:
     """All rows of the first output, then of the second, and so on."""
     b, size = e.b, GROUP * block_bytes(kind)
-    sums = [[_Sums(e, _FORMS[kind]) for _ in x_rows] for _ in w_rows]
+    sums = [[_Sums(e, FORMS[kind]) for _ in x_rows] for _ in w_rows]
     ahead = b.add(w_rows[0], b.mul(w_stride, e.const(len(w_rows))))  # the next outputs follow these
 
     def multiply(group: ir.Value, num_blocks: ir.Value | None) -> None:

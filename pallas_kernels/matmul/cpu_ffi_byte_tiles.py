@@ -27,7 +27,8 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     emit_loop,
     void_intrinsic,
 )
-from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import NIBBLES_AT
+from jaxserve.pallas_kernels.matmul.cpu_ffi_byte_dots import FORMS, Form
+from jaxserve.pallas_kernels.matmul.cpu_ffi_quantized import load_byte, load_half
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import Dots
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, ROW_KINDS, block_bytes
 from llvmlite import ir
@@ -46,9 +47,6 @@ _SCALES_AT = _FOURS * LINE
 _SUMS_AT = _SCALES_AT + LINE
 _BLOCK_BYTES, _SECOND_BYTES = _SUMS_AT + 2 * LINE, _FOURS * LINE
 _TOGETHER = 8  # sums at a time: as many in int32 and in float32 as registers hold
-_CODES_AT = {"int8": 0, "q8_0": 2, "q6_k": 4}
-KINDS = (*_CODES_AT, *NIBBLES_AT)
-_BIAS = 128  # makes a signed code unsigned
 _BYTES16 = ir.VectorType(I8, LANES)
 
 
@@ -65,14 +63,14 @@ def read_bytes(k):
     return k // BLOCK * _BLOCK_BYTES
 
 
-def is_split(kind: str) -> bool:
-    """Whether 16 inputs share a scale, not 32."""
-    return kind == "q6_k"
+def _number_bytes(form: Form) -> int:
+    """Of the factors of a block, each with its offset where codes have no bias."""
+    return 4 * (2 if form.is_split else 1) * (1 if form.bias else 2)
 
 
 def make_expanded_bytes(kind: str) -> Any:
-    """expanded_bytes(k): of one output: codes, then (factor, offset) in float32 for each 32 inputs (or 16)."""
-    per_block = 16 if is_split(kind) else 8
+    """expanded_bytes(k): of one output: codes, then in float32 the numbers of each block."""
+    per_block = _number_bytes(FORMS[kind])
 
     @jit
     def expanded_bytes(k):
@@ -81,23 +79,13 @@ def make_expanded_bytes(kind: str) -> Any:
     return expanded_bytes
 
 
-def _ints(value: int, lanes: int = LANES) -> ir.Constant:
-    return ir.Constant(ir.VectorType(I32, lanes), [value] * lanes)
-
-
 def _splat_at(e: Emitter, address: ir.Value, type_: ir.Type, lanes: int = LANES) -> ir.Value:
     return e.splat(e.load(address, type_, 4), lanes)
 
 
-def _dot(e: Emitter, total: ir.Value, codes: ir.Value, digits: ir.Value) -> ir.Value:
-    """total plus, in each lane, four unsigned bytes times four signed ones."""
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}"
-    return e.b.call(e.function(name, total.type, [total.type] * 3), [total, codes, digits])
-
-
 def make_pack(kind: str) -> Any:
     """pack(x, x_stride, rows, k, target, space): up to ROWS rows of x; missing rows repeat the last. space: 2 LINEs."""
-    is_biased = kind in _CODES_AT
+    bias = FORMS[kind].bias
 
     def emit(e: Emitter, x, x_stride, rows, k, target, space) -> None:
         b = e.b
@@ -116,7 +104,7 @@ def make_pack(kind: str) -> Any:
             e.store(b.zext(has_outlier, I64), b.add(flags, b.mul(count, e.const(8))), 8)
             first_at = b.add(target, b.mul(count, e.const(_BLOCK_BYTES)))
             second_at = b.add(second, b.mul(count, e.const(_SECOND_BYTES)))
-            largest = b.call(e.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2), [largest, e.splat_const(_LEAST)])
+            largest = e.max_or_nan(largest, e.splat_const(_LEAST))
             up = b.fdiv(e.splat_const(_LARGEST), largest)
             scale = b.fmul(largest, e.splat_const(1 / _LARGEST))
             e.store(up, space, LINE)
@@ -124,14 +112,14 @@ def make_pack(kind: str) -> Any:
                 with two:
                     # The whole number of a row without outlier is shifted, so that its second digit is zero.
                     e.store(b.select(is_outlier, b.fmul(up, e.splat_const(256.0)), up), space, LINE)
-                    shift = b.select(is_outlier, _ints(0), _ints(8))
+                    shift = b.select(is_outlier, e.ints(0), e.ints(8))
                     e.store(shift, e.at(space, LINE), LINE)
                     sums = _emit_digits(e, rows_at, e.hidden(space), first_at, second_at)
                     scale_two = b.fmul(scale, e.splat_const(1 / 256))
-                    _emit_head(e, first_at, scale_two, sums, is_biased)
+                    _emit_head(e, first_at, scale_two, sums, bias)
                 with one:
                     sums = _emit_digits(e, rows_at, e.hidden(space), first_at, None)
-                    _emit_head(e, first_at, scale, sums, is_biased)
+                    _emit_head(e, first_at, scale, sums, bias)
 
     return void_intrinsic((types.intp,) * 6, emit)
 
@@ -139,14 +127,13 @@ def make_pack(kind: str) -> Any:
 def _emit_bound(e: Emitter, starts: list[ir.Value], k: ir.Value) -> ir.Value:
     """OUTLIER times the mean size of the values of each row, the rows in lanes."""
     b = e.b
-    size = e.function("llvm.fabs.v16f32", VECTOR, [VECTOR])
     share = e.splat(b.fdiv(ir.Constant(FLOAT, OUTLIER), b.sitofp(k, FLOAT)))
     totals = [cgutils.alloca_once(b, VECTOR) for _ in starts]
     for total in totals:
         b.store(e.splat_const(0.0), total)
     with emit_loop(e, 0, k, LANES) as (i, _):
         for start, total in zip(starts, totals):
-            value = b.call(size, [e.load(b.add(start, b.mul(i, e.const(4))))])
+            value = e.size(e.load(b.add(start, b.mul(i, e.const(4)))))
             b.store(e.fma(value, share, b.load(total)), total)
     columns = e.transpose([b.load(total) for total in totals])
     while len(columns) > 1:
@@ -156,14 +143,10 @@ def _emit_bound(e: Emitter, starts: list[ir.Value], k: ir.Value) -> ir.Value:
 
 def _emit_largest(e: Emitter, rows: list[ir.Value]) -> ir.Value:
     """The largest size of BLOCK values of each row, the rows in lanes. NaN is kept: such a row gets a scale of NaN."""
-    b = e.b
-    size = e.function("llvm.fabs.v16f32", VECTOR, [VECTOR])
-    maximum = e.function("llvm.maximum.v16f32", VECTOR, [VECTOR] * 2)
-    columns = e.transpose(
-        [b.call(maximum, [b.call(size, [e.load(e.at(row, 4 * half))]) for half in (0, LANES)]) for row in rows]
-    )
+    halves = [[e.size(e.load(e.at(row, 4 * half))) for half in (0, LANES)] for row in rows]
+    columns = e.transpose([e.max_or_nan(*both) for both in halves])
     while len(columns) > 1:
-        columns = [b.call(maximum, [x, y]) for x, y in zip(columns[::2], columns[1::2])]
+        columns = [e.max_or_nan(x, y) for x, y in zip(columns[::2], columns[1::2])]
     return columns[0]
 
 
@@ -173,9 +156,6 @@ def _emit_digits(
     """The digits of BLOCK values of ROWS rows, by the factors (and, for two digits, shifts) in `space`. Returns the
     sums of the first half and of all values as int32, the rows in lanes."""
     b = e.b
-    mask = ir.IntType(LANES)
-    to_int = e.function("llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32])
-    rounding = [_ints(0), ir.Constant(mask, -1), ir.Constant(I32, 4)]  # as the thread is set: to nearest
     whole = ir.Constant(ir.VectorType(I32, 64), [*range(32), *([32] * 32)])
 
     def widened(parts: list[ir.Value]) -> ir.Value:
@@ -189,11 +169,11 @@ def _emit_digits(
         factor = _splat_at(e, e.at(space, 4 * n), FLOAT)
         high, low = [], []
         for half in (0, LANES):
-            number = b.call(to_int, [b.fmul(e.load(e.at(row, 4 * half)), factor), *rounding])
+            number = e.to_int(b.fmul(e.load(e.at(row, 4 * half)), factor))
             if second is not None:
                 number = b.shl(number, _splat_at(e, e.at(space, LINE + 4 * n), I32))
                 low.append(b.trunc(number, _BYTES16))
-                number = b.ashr(b.add(number, _ints(128)), _ints(8))
+                number = b.ashr(b.add(number, e.ints(128)), e.ints(8))
             high.append(b.trunc(number, _BYTES16))
         highs.append(widened(high))
         if second is not None:
@@ -202,23 +182,23 @@ def _emit_digits(
     for vectors, target in ((highs, first), (lows, second)):
         if target is None:
             continue
-        total = _ints(0)
+        total = e.ints(0)
         at_half = total
         for four, line in enumerate(e.transpose(vectors)[:_FOURS]):
             e.store(line, e.at(target, four * LINE), LINE)
-            total = _dot(e, total, _ints(0x01010101), line)
+            total = e.dot_bytes(total, e.ints(0x01010101), line)
             if four == _FOURS // 2 - 1:
                 at_half = total
         sums.append((at_half, total))
     if second is None:
         return list(sums[0])
-    return [b.add(b.shl(high, _ints(8)), low) for high, low in zip(*sums)]
+    return [b.add(b.shl(high, e.ints(8)), low) for high, low in zip(*sums)]
 
 
-def _emit_head(e: Emitter, block: ir.Value, scale: ir.Value, sums: list[ir.Value], is_biased: bool) -> None:
+def _emit_head(e: Emitter, block: ir.Value, scale: ir.Value, sums: list[ir.Value], bias: int) -> None:
     b = e.b
-    if is_biased:
-        first, total = (b.mul(x, _ints(-_BIAS)) for x in sums)
+    if bias:
+        first, total = (b.mul(x, e.ints(-bias)) for x in sums)
     else:
         first, total = (b.fmul(b.sitofp(x, VECTOR), scale) for x in sums)
     for n, line in enumerate((scale, total, first)):
@@ -227,29 +207,25 @@ def _emit_head(e: Emitter, block: ir.Value, scale: ir.Value, sums: list[ir.Value
 
 def make_expand(kind: str) -> Any:
     """expand(w, w_stride, k, target, space): ROWS outputs as make_expanded_bytes has them; space is not used."""
-    per_block, size = (16 if is_split(kind) else 8), block_bytes(kind)
-    unsigned = ir.Constant(ir.VectorType(I8, BLOCK), [-_BIAS] * BLOCK)
+    form, size = FORMS[kind], block_bytes(kind)
+    per_block = _number_bytes(form)
+    # Adding 128 is flipping the highest bit.
+    highest = ir.Constant(ir.VectorType(I8, BLOCK), [-128] * BLOCK)
 
     def codes(e: Emitter, block: ir.Value, target: ir.Value) -> None:
         b = e.b
-        if kind in NIBBLES_AT:
-            both = e.load(e.at(block, NIBBLES_AT[kind]), _BYTES16, 1)
+        if form.is_nibbles:
+            both = e.load(e.at(block, form.codes_at), _BYTES16, 1)
             e.store(b.and_(both, ir.Constant(_BYTES16, [15] * LANES)), target)
             e.store(b.lshr(both, ir.Constant(_BYTES16, [4] * LANES)), e.at(target, LANES))
         else:
-            signed = e.load(e.at(block, _CODES_AT[kind]), ir.VectorType(I8, BLOCK), 1)
-            e.store(b.xor(signed, unsigned), target)
+            signed = e.load(e.at(block, form.codes_at), highest.type, 1)
+            e.store(b.xor(signed, highest), target)
 
-    def numbers(e: Emitter, row: ir.Value, block: ir.Value, k: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
-        """Factor and offset of all 32 inputs, or of each 16."""
+    def numbers(e: Emitter, row: ir.Value, block: ir.Value, k: ir.Value) -> list[ir.Value]:
+        """Factor and offset; without offset where codes have a bias, and of each 16 inputs where they are split."""
         b = e.b
-
-        def half(at: int) -> ir.Value:
-            return b.fpext(e.load(e.at(block, at), ir.HalfType(), 2), FLOAT)
-
-        def byte(at: int, *, signed: bool = False) -> ir.Value:
-            value = e.load(e.at(block, at), I8, 1)
-            return b.sitofp(value, FLOAT) if signed else b.uitofp(value, FLOAT)
+        half, byte = functools.partial(load_half, e, block), functools.partial(load_byte, e, block)
 
         def negative(x: ir.Value) -> ir.Value:
             return b.fsub(ir.Constant(FLOAT, -0.0), x)
@@ -257,16 +233,14 @@ def make_expand(kind: str) -> Any:
         if kind == "q4_1":  # both by one conversion out of memory, which takes four
             four = e.load(block, ir.VectorType(ir.HalfType(), 4), 1)
             both = b.fpext(four, ir.VectorType(FLOAT, 4))
-            return [(e.lane(both, 0), e.lane(both, 1))]
+            return [e.lane(both, 0), e.lane(both, 1)]
         if kind == "q4_z":
-            return [(half(0), negative(b.fmul(half(0), byte(2))))]
+            return [half(0), negative(b.fmul(half(0), byte(2)))]
         if kind == "q4_k":
-            return [(b.fmul(half(0), byte(4)), negative(b.fmul(half(2), byte(5))))]
+            return [b.fmul(half(0), byte(4)), negative(b.fmul(half(2), byte(5)))]
         if kind == "q6_k":
-            factors = [b.fmul(half(0), byte(at, signed=True)) for at in (2, 3)]
-        else:
-            factors = [e.load(b.add(row, k), FLOAT, 1) if kind in ROW_KINDS else half(0)]
-        return [(factor, ir.Constant(FLOAT, 0.0)) for factor in factors]
+            return [b.fmul(half(0), byte(at, signed=True)) for at in (2, 3)]
+        return [e.load(b.add(row, k), FLOAT, 1) if kind in ROW_KINDS else half(0)]
 
     def emit(e: Emitter, w, w_stride, k, target, space) -> None:
         b = e.b
@@ -278,16 +252,16 @@ def make_expand(kind: str) -> Any:
                 block = b.add(row, b.mul(i, e.const(size)))
                 codes(e, block, b.add(out, b.mul(i, e.const(BLOCK))))
                 place = b.add(b.add(out, k), b.mul(i, e.const(per_block)))
-                for j, pair in enumerate(numbers(e, row, block, k)):
-                    for at, number in enumerate(pair):
-                        e.store(number, e.at(place, 8 * j + 4 * at))
+                for j, number in enumerate(numbers(e, row, block, k)):
+                    e.store(number, e.at(place, 4 * j))
 
     return void_intrinsic((types.intp,) * 5, emit)
 
 
 def make_dots(kind: str) -> Dots:
     """Sums of outputs as make_expand leaves them times x as make_pack does."""
-    parts, is_biased = 2 if is_split(kind) else 1, kind in _CODES_AT
+    form = FORMS[kind]
+    parts = 2 if form.is_split else 1
 
     def emit_step(e: Emitter, i, count, k, w_starts, x_starts, sums, lanes) -> None:
         b = e.b
@@ -310,13 +284,13 @@ def make_dots(kind: str) -> Dots:
             for n, start in enumerate(codes_at):
                 codes = _splat_at(e, e.at(start, inputs), I32, lanes)
                 for m, digits in right.items():
-                    b.store(_dot(e, b.load(dots[n, m]), codes, digits), dots[n, m])
+                    b.store(e.dot_bytes(b.load(dots[n, m]), codes, digits), dots[n, m])
 
         for part in range(parts):
             fours = part * _FOURS // parts, (part + 1) * _FOURS // parts
             dots = {place: cgutils.alloca_once(b, ints) for place in sums}
             for dot in dots.values():
-                b.store(_ints(0, lanes), dot)
+                b.store(e.ints(0, lanes), dot)
             codes_at = [b.add(start, i) for start in w_starts]
             for four in range(*fours):
                 multiply(dots, codes_at, dict(enumerate(blocks_at)), four)
@@ -325,20 +299,20 @@ def make_dots(kind: str) -> Dots:
                 for m, start in enumerate(x_starts):
                     with b.if_then(b.icmp_signed("!=", flags[m], e.const(0))):
                         for n in range(len(w_starts)):
-                            b.store(b.shl(b.load(dots[n, m]), _ints(8, lanes)), dots[n, m])
+                            b.store(b.shl(b.load(dots[n, m]), e.ints(8, lanes)), dots[n, m])
                         with emit_loop(e, *fours, 1) as (four, _):
                             multiply(dots, codes_at, {m: b.add(start, second_at)}, four)
             scales = [e.load(e.at(at, _SCALES_AT), vector, LINE) for at in blocks_at]
-            added = [_part_sum(e, at, part, parts, ints if is_biased else vector) for at in blocks_at]
+            added = [_part_sum(e, at, part, parts, ints if form.bias else vector) for at in blocks_at]
             for n, start in enumerate(w_starts):
-                pair = e.at(b.add(b.add(start, k), b.mul(count, e.const(8 * parts))), 8 * part)
-                factor, offset = (_splat_at(e, e.at(pair, at), FLOAT, lanes) for at in (0, 4))
+                numbers = e.at(b.add(b.add(start, k), b.mul(count, e.const(_number_bytes(form)))), 4 * part)
+                factor = _splat_at(e, numbers, FLOAT, lanes)
                 for m in range(len(x_starts)):
                     dot, total = b.load(dots[n, m]), b.load(sums[n, m])
-                    if is_biased:
+                    if form.bias:
                         dot = b.add(dot, added[m])
                     else:
-                        total = e.fma(offset, added[m], total)
+                        total = e.fma(_splat_at(e, e.at(numbers, 4), FLOAT, lanes), added[m], total)
                     b.store(e.fma(b.fmul(factor, scales[m]), b.sitofp(dot, vector), total), sums[n, m])
 
     return Dots(_TOGETHER, emit_step)

@@ -81,6 +81,17 @@ def _expansion(kind: str, target: str) -> str:
     return register_handler(name, lambda: _make_expansion(name, kind, target))
 
 
+def load_half(e: Emitter, block: ir.Value, at: int) -> ir.Value:
+    """The float16 at this offset of a block, as float32."""
+    return e.b.fpext(e.load(e.at(block, at), ir.HalfType(), 2), FLOAT)
+
+
+def load_byte(e: Emitter, block: ir.Value, at: int, *, signed: bool = False) -> ir.Value:
+    """The whole number at this offset of a block, as float32."""
+    value = e.load(e.at(block, at), I8, 1)
+    return e.b.sitofp(value, FLOAT) if signed else e.b.uitofp(value, FLOAT)
+
+
 def make_loader(kind: str) -> LoadWeights:
     """STEP (one block of) stored weights as float32 vectors."""
     size = block_bytes(kind)
@@ -90,12 +101,7 @@ def make_loader(kind: str) -> LoadWeights:
         b = e.b
         block = b.add(row, b.mul(b.udiv(i, e.const(BLOCK)), e.const(size)))
 
-        def half(at: int) -> ir.Value:
-            return b.fpext(e.load(e.at(block, at), ir.HalfType(), 2), FLOAT)
-
-        def byte(at: int, *, signed: bool = False) -> ir.Value:
-            value = e.load(e.at(block, at), I8, 1)
-            return b.sitofp(value, FLOAT) if signed else b.uitofp(value, FLOAT)
+        half, byte = functools.partial(load_half, e, block), functools.partial(load_byte, e, block)
 
         def nibbles() -> list[ir.Value]:
             codes = e.load(e.at(block, NIBBLES_AT[kind]), bytes16, 1)

@@ -41,6 +41,7 @@ from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_pairs, emit_row_starts
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import Tiles, configure_tiles, release_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_dots
 from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_tiles as byte_tiles
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
@@ -66,17 +67,18 @@ _PACKED, _SPACE = 64, 128
 def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight, *, in_bytes: bool = False) -> jax.Array:
     """x [T, K] float32, rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`. in_bytes: x is
     rounded to 8 bits instead, for weights that `fits_bytes`."""
-    is_dense = not isinstance(w, QuantizedWeight)
-    handler = _handler("bfloat16" if is_dense else w.kind, in_bytes=in_bytes)
-    call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))
-    return call(x, w if is_dense else w.codes)
+    return _call(x, w, w.shape[0], "", in_bytes)
 
 
 def linear_gated(x: jax.Array, w: jax.Array | QuantizedWeight, activation: str, *, in_bytes: bool = False) -> jax.Array:
     """activation(x @ g.T) * (x @ u.T) [T, N] float32, for w [2 N, K] that `fits_gated`: g, and u below it."""
+    return _call(x, w, w.shape[0] // 2, activation, in_bytes)
+
+
+def _call(x: jax.Array, w: jax.Array | QuantizedWeight, outputs: int, activation: str, in_bytes: bool) -> jax.Array:
     is_dense = not isinstance(w, QuantizedWeight)
     handler = _handler("bfloat16" if is_dense else w.kind, activation, in_bytes=in_bytes)
-    call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], w.shape[0] // 2), jnp.float32))
+    call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32))
     return call(x, w if is_dense else w.codes)
 
 
@@ -97,7 +99,7 @@ def fits(w: jax.Array | QuantizedWeight) -> bool:
 
 def fits_bytes(w: object) -> bool:
     """Whether the CPU multiplies bytes, and a weight [N, K] has codes of whole numbers and can be cut into tiles."""
-    return isinstance(w, QuantizedWeight) and w.kind in byte_tiles.KINDS and has_byte_dot() and _is_cut(w)
+    return isinstance(w, QuantizedWeight) and cpu_ffi_byte_dots.fits(w.kind) and has_byte_dot() and _is_cut(w)
 
 
 def _is_cut(w: jax.Array | QuantizedWeight) -> bool:
