@@ -151,9 +151,7 @@ class Emitter:
     def to_int(self, x: ir.Value) -> ir.Value:
         """16 float32 rounded to int32, as the thread is set: to nearest. Only with AVX-512."""
         mask = ir.IntType(LANES)
-        function = self.function(
-            "llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32]
-        )
+        function = self.function("llvm.x86.avx512.mask.cvtps2dq.512", INT_VECTOR, [VECTOR, INT_VECTOR, mask, I32])
         return self.b.call(function, [x, self.ints(0), ir.Constant(mask, -1), ir.Constant(I32, 4)])
 
     def size(self, x: ir.Value) -> ir.Value:
