@@ -5,6 +5,10 @@ long as such a call (an idle virtual CPU has to be interrupted first), so the se
 done. These helpers look for work for SPIN_US after their last, offering their core to whoever wants it as they do
 (sched_yield), and only then sleep.
 
+A helper must not wait for the core that its caller computes on, as one that looks for work there would: the system
+finds it waiting and another core idle only now and then, and a step is over by then. So whoever offers a job to a
+helper that sleeps, or was last seen on the caller's core, takes that core out of those that the helper may use (Linux).
+
 A helper has a mailbox for one job. Whoever put a job there may take it back as long as the helper has not; a mailbox
 that is taken is not waited for, XLA's pool serves instead. So a helper that is late, busy or (after a fork) gone costs
 nothing but its help.
@@ -15,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 
 import llvmlite.binding as llvm
@@ -25,13 +30,17 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     atomic_swap,
     call_task,
     clock_gettime,
+    copy_bytes,
     jit,
     load_i64,
     pause,
+    sched_getcpu,
+    sched_setaffinity,
     sched_yield,
     sem_post,
     sem_wait,
     stack,
+    store_i64,
     symbol_address,
 )
 from jaxserve.pallas_kernels.cpu_ffi.object_cache import compile_function
@@ -42,11 +51,15 @@ from numba import types
 SPIN_US = 100
 SPIN_VARIABLE = "JAXSERVE_CPU_SPIN_US"
 _SPINS_BEFORE_YIELD = 32
+_IS_LINUX = sys.platform == "linux"
 
-# A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t).
-_MAILBOX, _IS_ASLEEP, _SPIN_NS, _SEMAPHORE, _RECORD_BYTES = 0, 64, 128, 192, 256
-# Before the records, on a cache line of its own, their number.
-_COUNT, _RECORDS = 0, 64
+# A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t); the
+# core on which it looked last, its thread, and the core that it may not use (-1: none).
+_MAILBOX, _IS_ASLEEP, _SPIN_NS, _SEMAPHORE = 0, 64, 128, 192
+_CORE, _THREAD, _AVOIDED, _RECORD_BYTES = 256, 264, 272, 320
+_MASK_BYTES = 128  # of a cpu_set_t
+# Before the records their number, on a cache line of its own, and the cores of this process (cpu_set_t).
+_COUNT, _CORES, _RECORDS = 0, 64, 192
 # In a job: the C function that works on it.
 JOB_ENTRY = 0
 
@@ -64,7 +77,8 @@ def start_helpers() -> None:
     size = _RECORDS + count * _RECORD_BYTES
     _keep.append(memory := ctypes.create_string_buffer(size + 64))
     base = (ctypes.addressof(memory) + 63) // 64 * 64
-    ctypes.c_int64.from_address(base + _COUNT).value = count
+    _int64(base + _COUNT).value = count
+    (ctypes.c_ubyte * _MASK_BYTES).from_address(base + _CORES)[:] = _core_mask()
     llvm.add_symbol(_SYMBOL, base)
     libc = ctypes.CDLL(None, use_errno=True)
     address, code = compile_function(_serve, types.void, ("helper",))
@@ -73,19 +87,23 @@ def start_helpers() -> None:
     for i in range(count):
         record = base + _RECORDS + i * _RECORD_BYTES
         _records.append(record)
+        _int64(record + _AVOIDED).value = -1
         if libc.sem_init(ctypes.c_void_p(record + _SEMAPHORE), 0, 0):
             raise OSError(ctypes.get_errno(), "sem_init")
     set_spin_us(spin_us)
     for i, record in enumerate(_records):
-        threading.Thread(target=serve, args=(record,), name=f"jaxserve-cpu-{i}", daemon=True).start()
+        thread = threading.Thread(target=serve, args=(record,), name=f"jaxserve-cpu-{i}", daemon=True)
+        thread.start()
+        _int64(record + _THREAD).value = thread.native_id or 0
 
 
 def set_spin_us(spin_us: int) -> None:
     """How long the helpers that were started look for work from now on; for benchmarks."""
     for record in _records:
-        ctypes.c_int64.from_address(record + _SPIN_NS).value = 1000 * spin_us
+        _int64(record + _SPIN_NS).value = 1000 * spin_us
 
 
+_int64 = ctypes.c_int64.from_address
 _records: list[int] = []  # addresses
 _keep: list[object] = []  # memory and code that threads use until the process ends
 
@@ -95,6 +113,13 @@ def _num_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
+
+
+def _core_mask() -> bytes:
+    """The cores of this process as a cpu_set_t; zeros where helpers stay where the system puts them."""
+    cores = os.sched_getaffinity(0) if _IS_LINUX else {}
+    mask = sum(1 << core for core in cores)
+    return mask.to_bytes(_MASK_BYTES, "little") if mask.bit_length() <= 8 * _MASK_BYTES else bytes(_MASK_BYTES)
 
 
 def _spin_us() -> int:
@@ -109,6 +134,35 @@ def _now_ns():
     spec = stack(16)
     clock_gettime(1, spec)  # CLOCK_MONOTONIC
     return load_i64(spec, 0) * 1_000_000_000 + load_i64(spec, 8)
+
+
+if _IS_LINUX:
+
+    @jit
+    def _core():
+        return sched_getcpu()
+
+    @jit
+    def _keep_away(record, core):
+        """Take `core`, the caller's, out of those that a helper may use."""
+        cores = _team() + _CORES
+        if load_i64(record, _AVOIDED) == core or load_i64(cores, core // 64 * 8) >> (core % 64) & 1 == 0:
+            return
+        mask = stack(_MASK_BYTES)
+        copy_bytes(mask, cores, _MASK_BYTES)
+        store_i64(mask, core // 64 * 8, load_i64(cores, core // 64 * 8) & ~(1 << (core % 64)))
+        sched_setaffinity(load_i64(record, _THREAD), _MASK_BYTES, mask)
+        store_i64(record, _AVOIDED, core)
+
+else:
+
+    @jit
+    def _core():
+        return -1
+
+    @jit
+    def _keep_away(record, core):
+        pass
 
 
 def _serve(pointer):
@@ -134,6 +188,7 @@ def _take(record):
             continue
         spins = 0
         sched_yield()
+        store_i64(record, _CORE, _core())
         if _now_ns() < until:
             continue
         atomic_swap(record + _IS_ASLEEP, 1)
@@ -154,8 +209,12 @@ def offer(i, job):
     record = _team() + _RECORDS + i * _RECORD_BYTES
     if not atomic_replace(record + _MAILBOX, 0, job):
         return False
+    core = _core()
     if atomic_swap(record + _IS_ASLEEP, 0) != 0:
+        _keep_away(record, core)
         sem_post(record + _SEMAPHORE)
+    elif load_i64(record, _CORE) == core:
+        _keep_away(record, core)
     return True
 
 

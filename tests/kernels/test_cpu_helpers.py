@@ -33,6 +33,19 @@ assert not failures, failures
 print("done", sum(thread.name.startswith("jaxserve-cpu") for thread in threading.enumerate()))
 """
 
+# Helpers that sleep after each job are woken by the next call, which takes its own core away from them.
+CORES = (
+    CALLS
+    + """
+import os
+own = os.sched_getaffinity(0)
+helpers = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("jaxserve-cpu")]
+for cores in map(os.sched_getaffinity, helpers):
+    assert cores <= own and len(cores) >= len(own) - 1, (cores, own)
+print(sum(len(os.sched_getaffinity(helper)) < len(own) for helper in helpers))
+"""
+)
+
 
 def run(code: str, spin_us: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "JAXSERVE_CPU_SPIN_US": spin_us}
@@ -45,6 +58,12 @@ def run(code: str, spin_us: str) -> subprocess.CompletedProcess[str]:
 def test_calls_from_many_threads_are_all_right(spin_us: str) -> None:
     done = run(CALLS, spin_us)
     assert done.stdout.split() == ["done", str(len(os.sched_getaffinity(0)) - 1)], done.stderr[-2000:]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="needs Linux and two cores")
+def test_a_helper_keeps_off_the_core_of_who_calls_it() -> None:
+    done = run(CORES, "0")
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spin_us", ["-1", "soon", "2000000"])
