@@ -39,7 +39,7 @@ MAX_ROWS = {"float32": 16, "bfloat16": 8}
 STEP = 32  # elements of k per loop iteration; k must be a multiple
 
 BLOCK_ROWS = 4  # rows of x per register block
-_ITEM_BYTES = 65536  # weights per work item
+_ITEM_BYTES = 65536  # weights per work item, at least
 _MIN_THREAD_BYTES = 131072  # weights below which a second thread costs more than it saves
 
 

@@ -43,7 +43,8 @@ FACTORS_AT = _BIAS_AT + 2 * 64
 GROUP_BYTES = FACTORS_AT + 64
 ZERO_BLOCK_BYTES = 64  # behind the last group of x: stands in for the blocks that a row's last group lacks
 
-_ITEM_BYTES = 16384  # of stored weights per work item
+_ITEM_BYTES = 8192  # of stored weights per work item, at least
+_AHEAD = 2  # how many times as many outputs as are computed at once lie between them and what is fetched
 _MIN_THREAD_BYTES = 32768
 _BYTES16, _BYTES64 = ir.VectorType(I8, LANES), ir.VectorType(I8, 64)
 _FOUR_INTS = ir.VectorType(I32, GROUP)
@@ -271,7 +272,7 @@ def _emit_outputs(
     """All rows of the first output, then of the second, and so on."""
     b, size = e.b, GROUP * block_bytes(kind)
     sums = [[_Sums(e, FORMS[kind]) for _ in x_rows] for _ in w_rows]
-    ahead = b.add(w_rows[0], b.mul(w_stride, e.const(len(w_rows))))  # the next outputs follow these
+    ahead = b.add(w_rows[0], b.mul(w_stride, e.const(_AHEAD * len(w_rows))))
 
     def multiply(group: ir.Value, num_blocks: ir.Value | None) -> None:
         offset, x_offset = b.mul(group, e.const(size)), b.mul(group, e.const(GROUP_BYTES))

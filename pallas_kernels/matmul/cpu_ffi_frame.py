@@ -26,7 +26,13 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, NO_MEMORY, P
 
 OUTPUTS = 8  # an item's number of outputs is a multiple
 _X, _W = range(2)
-_PER_ITEM, _SPACE, _RAW, _OUTPUTS_AT, _PLAN_BYTES = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24, 64
+# In a plan, behind its head: how its outputs are cut into work items.
+_PER_RUN, _PER_ITEM, _OUTPUTS_AT, CUT_END = (PLAN_HEAD + 8 * i for i in range(4))
+_SPACE, _RAW, _PLAN_BYTES = CUT_END, CUT_END + 8, 64
+# Each thread begins with a run of outputs that lie together, since memory is read faster in one go than in pieces that
+# threads take in turn. Smaller items for the rest of the outputs even out who came late.
+_RUN_PERCENT = 75
+_ITEMS_PER_THREAD = 8  # of the rest, at most
 
 
 @jit
@@ -78,20 +84,43 @@ def num_workers(frame, outputs, row_bytes, min_thread_bytes):
 
 
 @jit
-def make_plan(outputs, threads, row_bytes, item_bytes, space_bytes):
-    """A plan whose items are about `item_bytes` of weights, with work space behind it; or NO_MEMORY."""
-    per_item = outputs
+def cut_outputs(plan, outputs, threads, least, multiple):
+    """Cut them into a run for each thread and items of at least `least`, both multiples of `multiple` but for the last
+    of each. Returns how many there are, runs included."""
+    per_run = outputs
     if threads > 1:
-        per_item = max(1, min(item_bytes // row_bytes, outputs // threads)) // OUTPUTS * OUTPUTS
-    per_item = max(per_item, OUTPUTS)
+        per_run = max(outputs * _RUN_PERCENT // (100 * threads) // multiple, 1) * multiple
+    rest = max(outputs - threads * per_run, 0)
+    per_item = max(max(least, rest // (threads * _ITEMS_PER_THREAD)) // multiple, 1) * multiple
+    store_i64(plan, PLAN_THREADS, threads)
+    store_i64(plan, _PER_RUN, per_run)
+    store_i64(plan, _PER_ITEM, per_item)
+    store_i64(plan, _OUTPUTS_AT, outputs)
+    return (outputs - rest + per_run - 1) // per_run + (rest + per_item - 1) // per_item
+
+
+@jit
+def first_output(plan, i):
+    """The first output of item i."""
+    runs = load_i64(plan, PLAN_THREADS)
+    return min(i, runs) * load_i64(plan, _PER_RUN) + max(i - runs, 0) * load_i64(plan, _PER_ITEM)
+
+
+@jit
+def item_outputs(plan, i):
+    """How many outputs item i has."""
+    count = load_i64(plan, _PER_RUN) if i < load_i64(plan, PLAN_THREADS) else load_i64(plan, _PER_ITEM)
+    return min(count, load_i64(plan, _OUTPUTS_AT) - first_output(plan, i))
+
+
+@jit
+def make_plan(outputs, threads, row_bytes, item_bytes, space_bytes):
+    """A plan whose items are at least `item_bytes` of weights, with work space behind it; or NO_MEMORY."""
     raw = malloc(_PLAN_BYTES + 64 + space_bytes)
     if raw == 0:
         return NO_MEMORY
     plan = (raw + 63) // 64 * 64
-    store_i64(plan, PLAN_ITEMS, (outputs + per_item - 1) // per_item)
-    store_i64(plan, PLAN_THREADS, threads)
-    store_i64(plan, _PER_ITEM, per_item)
-    store_i64(plan, _OUTPUTS_AT, outputs)
+    store_i64(plan, PLAN_ITEMS, cut_outputs(plan, outputs, threads, item_bytes // row_bytes, OUTPUTS))
     store_i64(plan, _SPACE, plan + _PLAN_BYTES)
     store_i64(plan, _RAW, raw)
     return plan
@@ -106,18 +135,6 @@ def is_plan(plan):
 def work_space(plan):
     """Address of the work space, aligned to 64 bytes."""
     return load_i64(plan, _SPACE)
-
-
-@jit
-def first_output(plan, i):
-    """The first output of item i."""
-    return i * load_i64(plan, _PER_ITEM)
-
-
-@jit
-def item_outputs(plan, i):
-    """How many outputs item i has."""
-    return min(load_i64(plan, _PER_ITEM), load_i64(plan, _OUTPUTS_AT) - first_output(plan, i))
 
 
 @jit

@@ -49,7 +49,7 @@ from numba import types
 # Up to how many rows this beats expanding the weight for XLA (benchmarks/cpu_kernels.py).
 MAX_ROWS = 16
 FEW_ROWS = 2 * BLOCK_ROWS  # up to here weights are expanded in registers, again for each block of rows
-_ITEM_BYTES = 32768  # of stored weights per work item
+_ITEM_BYTES = 32768  # of stored weights per work item, at least
 _MIN_THREAD_BYTES = 32768
 NIBBLES_AT = {"q4_1": 4, "q4_z": 4, "q4_k": 6}  # where in a block the codes of 4 bits begin
 

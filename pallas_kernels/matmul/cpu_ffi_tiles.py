@@ -30,9 +30,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
 from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     BAD_ARGUMENTS,
     NO_MEMORY,
-    PLAN_HEAD,
     PLAN_ITEMS,
-    PLAN_THREADS,
     named,
     register_handler,
     wait_for,
@@ -54,13 +52,13 @@ from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from numba import types
 
-_ITEM_BYTES = 262144  # weights in bfloat16 per work item: what follows is fetched ahead, which ends with an item
+_ITEM_BYTES = 65536  # weights in bfloat16 per work item, at least
 _GROUP_BYTES = 393216  # of packed x that all weights of an item are multiplied with before the next: the second cache
 _MIN_THREAD_BYTES = 131072  # weights times blocks of rows below which a second thread costs more than it saves
 
 # The plan: its head, then numbers, then the count of packed blocks on a cache line of its own, then packed x,
 # then each worker's expanded weights.
-_PER_ITEM, _BLOCKS, _EXPANDED, _RAW = PLAN_HEAD, PLAN_HEAD + 8, PLAN_HEAD + 16, PLAN_HEAD + 24
+_BLOCKS, _EXPANDED, _RAW = frames.CUT_END, frames.CUT_END + 8, frames.CUT_END + 16
 _PACKED, _SPACE = 64, 128
 
 
@@ -254,18 +252,13 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
         blocks = (frames.num_rows(frame) + ROWS - 1) // ROWS
         weight_bytes = outputs * per_output * 2 * k
         threads = max(1, min(num_threads(frame), weight_bytes * blocks // _MIN_THREAD_BYTES))
-        items = 1
-        if threads > 1:  # as many for each thread, if none comes late
-            items = (weight_bytes // _ITEM_BYTES + threads) // threads * threads
-        per_item = ((outputs + items - 1) // items + slab - 1) // slab * slab
         x_bytes, w_bytes = blocks * packed_bytes(k), 0 if is_dense else PAIR * ROWS * expanded_bytes(k)
         raw = malloc(_SPACE + 64 + x_bytes + threads * w_bytes)
         if raw == 0:
             return NO_MEMORY
         made = (raw + 63) // 64 * 64
-        store_i64(made, PLAN_ITEMS, blocks + (outputs + per_item - 1) // per_item)
-        store_i64(made, PLAN_THREADS, threads)
-        store_i64(made, _PER_ITEM, per_item)
+        least = _ITEM_BYTES * outputs // weight_bytes
+        store_i64(made, PLAN_ITEMS, blocks + frames.cut_outputs(made, outputs, threads, least, slab))
         store_i64(made, _BLOCKS, blocks)
         store_i64(made, _EXPANDED, made + _SPACE + x_bytes)
         store_i64(made, _RAW, raw)
@@ -285,8 +278,8 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
                 pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * x_stride, scratch)
             atomic_add(plan + _PACKED, 1)
             return
-        first = (i - blocks) * load_i64(plan, _PER_ITEM)
-        last = min(first + load_i64(plan, _PER_ITEM), outputs)
+        first = frames.first_output(plan, i - blocks)
+        last = first + frames.item_outputs(plan, i - blocks)
         group = blocks if has_stored else max(_GROUP_BYTES // read_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
         turns = (min(group, blocks) + PAIR - 1) // PAIR
         fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE

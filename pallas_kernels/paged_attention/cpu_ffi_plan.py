@@ -95,7 +95,7 @@ _UNIT_ROWS = 96  # query rows per unit: enough to pay for laying out a tile, few
 _ITEMS_PER_THREAD = 4  # so that uneven items even out
 # A unit of cost is roughly one query row against one context token, 2 ns.
 _TOKEN_COST = 4  # laying out one context token, in the same unit
-_MIN_ITEM_COST = 4096  # below this, handing an item to another thread costs more than it saves
+_MIN_ITEM_COST = 1024  # below this, handing an item to another thread costs more than it saves
 _NO_SPLIT = 1 << 62
 _MAX_PART_BYTES = 64 << 20
 # What a walk over the batch counts; the records of shared rows follow.
