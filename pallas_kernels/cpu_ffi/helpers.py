@@ -7,7 +7,8 @@ done. These helpers look for work for SPIN_US after their last, offering their c
 
 A helper must not wait for the core that its caller computes on, as one that looks for work there would: the system
 finds it waiting and another core idle only now and then, and a step is over by then. So whoever offers a job to a
-helper that sleeps, or was last seen on the caller's core, takes that core out of those that the helper may use (Linux).
+helper that sleeps, or was last seen on the caller's core, takes that core out of those that the helper may use. (On
+Linux, with few cores: among many one helper is hardly missed, and each would have to be told.)
 
 A helper has a mailbox for one job. Whoever put a job there may take it back as long as the helper has not; a mailbox
 that is taken is not waited for, XLA's pool serves instead. So a helper that is late, busy or (after a fork) gone costs
@@ -52,6 +53,7 @@ SPIN_US = 100
 SPIN_VARIABLE = "JAXSERVE_CPU_SPIN_US"
 _SPINS_BEFORE_YIELD = 32
 _IS_LINUX = sys.platform == "linux"
+_MAX_CORES = 8  # of a process whose helpers keep off their caller's
 
 # A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t); the
 # core on which it looked last, its thread, and the core that it may not use (-1: none).
@@ -117,9 +119,10 @@ def _num_cores() -> int:
 
 def _core_mask() -> bytes:
     """The cores of this process as a cpu_set_t; zeros where helpers stay where the system puts them."""
-    cores = os.sched_getaffinity(0) if _IS_LINUX else {}
-    mask = sum(1 << core for core in cores)
-    return mask.to_bytes(_MASK_BYTES, "little") if mask.bit_length() <= 8 * _MASK_BYTES else bytes(_MASK_BYTES)
+    cores = os.sched_getaffinity(0) if _IS_LINUX else set()
+    if len(cores) > _MAX_CORES or max(cores, default=0) >= 8 * _MASK_BYTES:
+        return bytes(_MASK_BYTES)
+    return sum(1 << core for core in cores).to_bytes(_MASK_BYTES, "little")
 
 
 def _spin_us() -> int:
@@ -140,13 +143,15 @@ if _IS_LINUX:
 
     @jit
     def _core():
-        return sched_getcpu()
+        return sched_getcpu() & 0xFFFFFFFF  # of an int
 
     @jit
     def _keep_away(record, core):
         """Take `core`, the caller's, out of those that a helper may use."""
         cores = _team() + _CORES
-        if load_i64(record, _AVOIDED) == core or load_i64(cores, core // 64 * 8) >> (core % 64) & 1 == 0:
+        if load_i64(record, _AVOIDED) == core or core >= 8 * _MASK_BYTES:
+            return
+        if load_i64(cores, core // 64 * 8) >> (core % 64) & 1 == 0:
             return
         mask = stack(_MASK_BYTES)
         copy_bytes(mask, cores, _MASK_BYTES)

@@ -39,6 +39,8 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     store_i64,
 )
 from jaxserve.pallas_kernels.cpu_ffi.parallel import (
+    PLAN_ITEMS,
+    PLAN_THREADS,
     named,
     register_handler,
     wait_for,
@@ -91,6 +93,7 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_plan import make_plan
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_segment import (
     SegmentKernel,
+    make_pair_kernel,
     make_tile_kernel,
     make_vector_kernel,
 )
@@ -149,8 +152,8 @@ def paged_attention_cpu(
 def form_of(head_dim: int, kind: str, page_size: int) -> str:
     """How pages of `kind` are computed with on this CPU: in "tiles" of its registers, by "pairs" of bfloat16 (weights
     are rounded to it then), or by other "vectors"."""
-    if kind == "bfloat16" and head_dim % STEP == 0 and has_bf16_dot():
-        return "tiles" if page_size % ROWS == 0 and has_bf16_tiles() else "pairs"
+    if kind == "bfloat16" and head_dim % STEP == 0 and page_size % ROWS == 0 and has_bf16_dot():
+        return "tiles" if has_bf16_tiles() else "pairs"
     return "vectors"
 
 
@@ -162,7 +165,9 @@ def _handler(head_dim: int, kind: str, page_size: int) -> str:
     def make_kernel() -> SegmentKernel:
         if form == "tiles":
             return make_tile_kernel(head_dim)
-        return make_vector_kernel(head_dim, kind, block_vectors, in_pairs=form == "pairs")
+        if form == "pairs":
+            return make_pair_kernel(head_dim, block_vectors)
+        return make_vector_kernel(head_dim, kind, block_vectors)
 
     return register_handler(name, lambda: _make_handler(name, head_dim, kind, make_kernel()))
 
@@ -278,7 +283,7 @@ def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) ->
             store_i64(target + group * head_bytes, 8 * (r % group), load_i64(part_states, 8 * r))
 
     @named(name)
-    def compute(frame, item, queries, unit_rows, plan_address):
+    def compute(frame, item, following, queries, unit_rows, plan_address):
         sums = queries + unit_rows * head_bytes
         part = sums + unit_rows * head_bytes
         states = part + unit_rows * head_bytes
@@ -300,7 +305,8 @@ def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) ->
             if parts != 0:
                 part = parts + (index - first) * align(rows * (head_bytes + 8))
                 part_states = part + rows * head_bytes
-            segment(frame, unit, index, queries, work, part, part_states)
+            is_last = index + 1 == load_i64(item, ITEM_STOP)
+            segment(frame, unit, index, queries, work, part, part_states, following if is_last else 0)
             if is_shared:
                 hand_out(frame, unit, index, part, part_states)
             elif parts == 0:
@@ -324,7 +330,10 @@ def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) ->
             return
         item = load_i64(plan_address, PLAN_ITEMS_AT) + (i - writes) * ITEM_BYTES
         scratch = load_i64(plan_address, PLAN_SCRATCH) + worker * load_i64(plan_address, PLAN_SCRATCH_BYTES)
-        compute(frame, item, scratch, load_i64(plan_address, PLAN_UNIT_ROWS), plan_address)
+        # What this thread is likely to take next, if all items are alike.
+        following = i + load_i64(plan_address, PLAN_THREADS)
+        after = item + (following - i) * ITEM_BYTES if following < load_i64(plan_address, PLAN_ITEMS) else 0
+        compute(frame, item, after, scratch, load_i64(plan_address, PLAN_UNIT_ROWS), plan_address)
 
     @named(name)
     def finish(frame, plan_address):

@@ -31,18 +31,27 @@ _INT = types.intp
 LoadRow = Callable[[ir.Value, ir.Value, int], list[ir.Value]]  # (row, column, vectors): those of a matrix
 
 
-def make_product(vectors: int, block_vectors: int, row_bytes: int, inner: int, *, parts: tuple[int, ...] = ()) -> Any:
+def make_product(
+    vectors: int,
+    block_vectors: int,
+    row_bytes: int,
+    inner: int,
+    *,
+    parts: tuple[int, ...] = (),
+    tokens_together: int = 1,
+) -> Any:
     """product(rows, a, a_stride, b, b_stride, c, c_stride, first, last, add, ahead, offset):
     c[rows, 16 * vectors] = (add ? c : 0) + a[rows, first:last] @ b[first:last, 16 * vectors]
 
     rows is 1 to MAX_BLOCK_ROWS; strides are in bytes. Columns are taken block_vectors at a time. With `parts` the inner
     index counts pairs of bfloat16, and each number of a is a sum of as many, which lie so many bytes from a.
 
-    ahead: TILE addresses, or 0. What lies `offset` bytes from them, row_bytes each, is fetched meanwhile, a part for
-    each of `inner` steps: many at once would be waited for by what comes next.
+    ahead: addresses of a TILE of tokens, of which tokens_together lie together, or 0. What lies `offset` bytes from
+    them, row_bytes for each token, is fetched meanwhile, a part for each of `inner` steps: many at once would be waited
+    for by what comes next.
     """
-    row_lines = -(-row_bytes // LINE)
-    per_step = -(-TILE * row_lines // (inner * -(-vectors // block_vectors)))
+    lines, num_addresses = tokens_together * -(-row_bytes // LINE), TILE // tokens_together
+    per_step = -(-num_addresses * lines // (inner * -(-vectors // block_vectors)))
 
     def emit(e: Emitter, rows, a, a_stride, b_, b_stride, c, c_stride, first, last, add, ahead, offset) -> None:
         b = e.b
@@ -52,10 +61,11 @@ def make_product(vectors: int, block_vectors: int, row_bytes: int, inner: int, *
                 step = b.add(b.mul(b.udiv(column, e.const(LANES * block_vectors)), e.const(inner)), i)
                 for n in range(per_step):
                     line = e.at(b.mul(step, e.const(per_step)), n)
-                    token = b.udiv(line, e.const(row_lines))
-                    within = b.mul(b.sub(line, b.mul(token, e.const(row_lines))), e.const(LINE))
-                    token = b.select(b.icmp_unsigned("<", token, e.const(TILE)), token, e.const(TILE - 1))
-                    row = e.load(b.add(ahead, b.mul(token, e.const(8))), I64, 8)
+                    place = b.udiv(line, e.const(lines))
+                    within = b.mul(b.sub(line, b.mul(place, e.const(lines))), e.const(LINE))
+                    last_place = e.const(num_addresses - 1)
+                    place = b.select(b.icmp_unsigned("<", place, last_place), place, last_place)
+                    row = e.load(b.add(ahead, b.mul(place, e.const(8))), I64, 8)
                     e.prefetch(b.add(b.add(row, offset), within), locality=LOCALITY_SECOND_CACHE)
 
         def load(i: ir.Value, column: ir.Value, width: int) -> list[ir.Value]:

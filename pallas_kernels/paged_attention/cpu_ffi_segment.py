@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import named
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import configure_tiles, release_tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import ELEMENT_BYTES, LANES
-from jaxserve.pallas_kernels.paged_attention import cpu_ffi_tiles
+from jaxserve.pallas_kernels.paged_attention import cpu_ffi_pairs, cpu_ffi_tiles
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_K,
     ARG_PAGES,
@@ -29,6 +29,8 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_layout import (
     ARG_TABLE,
     ATTR_SOFTCAP,
     ATTR_WINDOW,
+    ITEM_SEGMENT,
+    ITEM_UNIT,
     SCORE_BYTES,
     SEGMENT,
     UNIT_COUNT,
@@ -47,10 +49,8 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     TILE,
     make_clear_row,
     make_load_keys,
-    make_load_value_pairs,
     make_load_values,
     make_softmax_row,
-    make_split_row,
 )
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import CODES
 
@@ -61,7 +61,9 @@ class SegmentKernel(NamedTuple):
     page_multiple: int  # pages hold a multiple of so many tokens
     work_bytes: Any  # (query rows) -> bytes of the work space, a multiple of 64
     prepare: Any  # (frame, unit, index, queries, work): before the first segment; queries [rows, D] are scaled
-    segment: Any  # (frame, unit, index, queries, work, sums, states): of one, into sums [rows, D], states [rows, 2]
+    # (frame, unit, index, queries, work, sums, states, following): of one, into sums [rows, D], states [rows, 2].
+    # following: the item whose first tile may be fetched meanwhile, or 0
+    segment: Any
     finish: Any  # (): after the unit's last segment
 
 
@@ -82,27 +84,85 @@ def _page_of(frame, unit, position, page_bytes):
 
 
 @jit
-def _nothing(row):
-    pass
+def _first_tile(unit, index):
+    """The first token of the tile that a segment begins with."""
+    return max(index * SEGMENT, load_i64(unit, UNIT_FIRST) // TILE * TILE)
 
 
-def make_vector_kernel(head_dim: int, kind: str, block_vectors: int, *, in_pairs: bool = False) -> SegmentKernel:
-    """For pages of any kind and size, on any CPU.
+def _make_walk_rows(
+    tag: str, head_dim: int, per_row: int, score_product: Any, softmax_row: Any, add_values: Any
+) -> Any:
+    """walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead): the rows of a unit
+    against one tile of context, a block of rows at a time.
 
-    in_pairs: products of bfloat16 pairs, for pages in that type, where the CPU has them and head_dim is a multiple of
-    32. K and V are multiplied as they are, queries as two numbers each, weights rounded.
+    per_row        how many dims, or tokens, a row of a tile has together
+    here, ahead    addresses of the tile's K, and of the next one's, which is fetched beside the scores
+    add_values     (frame, unit, block, scores, values, sums, low, high, here, ahead, fetched): the weighted values of
+                   tokens low : high of the tile into the sums of a block; fetched: `ahead` with the first block, then 0
     """
-    tag = f"d{head_dim}_{kind}_b{block_vectors}{'_pairs' if in_pairs else ''}"
-    load_keys = make_load_keys(head_dim, kind, in_pairs=in_pairs)
-    load_values = make_load_value_pairs(head_dim) if in_pairs else make_load_values(head_dim, kind)
-    softmax_row, clear_row = make_softmax_row(head_dim, in_pairs=in_pairs), make_clear_row(head_dim)
+    head_bytes = 4 * head_dim
+
+    @named(tag)
+    def walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead):
+        group, position, rows = group_of(frame), load_i64(unit, UNIT_POSITION), _rows_of_unit(frame, unit)
+        cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
+        fetched = ahead
+        for r in range(0, rows, MAX_BLOCK_ROWS):
+            block = min(MAX_BLOCK_ROWS, rows - r)
+            # Tokens that some row of the block sees; rows are ordered by token.
+            low = max(0, position + r // group - window + 1 - tile) if window > 0 else 0
+            high = min(TILE, position + (r + block - 1) // group + 1 - tile)
+            if high <= low:
+                continue
+            score_product(
+                block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4,
+                0, head_dim // per_row, 0, fetched, 0,
+            )  # fmt: skip
+            for i in range(block):
+                at = position + (r + i) // group - tile
+                softmax_row(
+                    scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
+                    max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
+                )  # fmt: skip
+            add_values(frame, unit, block, scores, values, sums + r * head_bytes, low, high, here, ahead, fetched)
+            fetched = 0
+
+    return walk_rows
+
+
+def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentKernel:
+    """For pages of any kind and size, on any CPU."""
+    tag = f"d{head_dim}_{kind}_b{block_vectors}"
+    load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
+    clear_row = make_clear_row(head_dim)
     row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
-    per_row = 2 if in_pairs else 1  # dims, or tokens, in a row of a tile
-    score_parts, value_parts = ((0, 2 * head_dim), (0,)) if in_pairs else ((), ())
-    score_product = make_product(TILE // LANES, block_vectors, row_bytes, head_dim // per_row, parts=score_parts)
-    tile_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE // per_row, parts=value_parts)
-    split_row = make_split_row(head_dim) if in_pairs else _nothing
+    score_product = make_product(TILE // LANES, block_vectors, row_bytes, head_dim)
+    tile_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE)
     value_product = make_value_product(head_dim, kind, block_vectors)
+
+    @named(tag)
+    def has_value_tile(rows):
+        # Values that one register block uses are read where they lie; without wide vectors that would turn every
+        # token's address and scale into work of each column.
+        return rows > MAX_BLOCK_ROWS or block_vectors == 1
+
+    @named(tag)
+    def scales_of(frame):
+        return data(arg(frame, ARG_SCALES)) if has_scales else 0
+
+    @named(tag)
+    def add_values(frame, unit, block, scores, values, sums, low, high, here, ahead, fetched):
+        page_size = page_size_of(frame)
+        if has_value_tile(_rows_of_unit(frame, unit)):
+            tile_product(
+                block, scores, TILE * 4, values, head_bytes, sums, head_bytes,
+                low, high, 1, fetched, page_size * row_bytes,
+            )  # fmt: skip
+        else:
+            pages = data(arg(frame, ARG_PAGES))
+            value_product(block, scores, here, ahead, page_size, pages, scales_of(frame), sums, low, high)
+
+    walk_rows = _make_walk_rows(tag, head_dim, 1, score_product, make_softmax_row(head_dim), add_values)
 
     @named(tag)
     def find_tokens(frame, unit, start, addresses):
@@ -124,56 +184,25 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int, *, in_pairs
             position = stop
 
     @named(tag)
-    def segment(frame, unit, index, queries, work, sums, states):
+    def segment(frame, unit, index, queries, work, sums, states, following):
         scores, keys = work, work + SCORE_BYTES
         values = keys + TILE * head_bytes
         here = values + TILE * head_bytes
         ahead = here + 8 * TILE
-        group, page_size = group_of(frame), page_size_of(frame)
-        pages, scales = data(arg(frame, ARG_PAGES)), data(arg(frame, ARG_SCALES)) if has_scales else 0
-        cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
-        position, rows = load_i64(unit, UNIT_POSITION), _rows_of_unit(frame, unit)
-        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
-        # Values that one register block uses are read where they lie; without wide vectors that would turn every
-        # token's address and scale into work of each column.
-        has_value_tile = rows > MAX_BLOCK_ROWS or block_vectors == 1 or in_pairs
+        page_size, pages, scales = page_size_of(frame), data(arg(frame, ARG_PAGES)), scales_of(frame)
+        rows, first, end = _rows_of_unit(frame, unit), load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
         for r in range(rows):
             clear_row(sums + r * head_bytes, states + 8 * r)
-        start = max(index * SEGMENT, first // TILE * TILE)
+        start = _first_tile(unit, index)
         find_tokens(frame, unit, start, here)
         for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
             find_tokens(frame, unit, tile + TILE, ahead)
             for u in range(0, TILE, LANES):
                 if tile + u < end and tile + u + LANES > first:
                     load_keys(here + 8 * u, keys + 4 * u, pages, scales)
-                    if has_value_tile:
-                        load_values(here + 8 * u, page_size, values + u // per_row * head_bytes, pages, scales)
-            fetched = ahead  # with the first rows
-            for r in range(0, rows, MAX_BLOCK_ROWS):
-                block = min(MAX_BLOCK_ROWS, rows - r)
-                # Tokens that some row of the block sees; rows are ordered by token.
-                low = max(0, position + r // group - window + 1 - tile) if window > 0 else 0
-                high = min(TILE, position + (r + block - 1) // group + 1 - tile)
-                if high <= low:
-                    continue
-                score_product(
-                    block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4,
-                    0, head_dim // per_row, 0, fetched, 0,
-                )  # fmt: skip
-                for i in range(block):
-                    at = position + (r + i) // group - tile
-                    softmax_row(
-                        scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
-                        max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
-                    )  # fmt: skip
-                if has_value_tile:
-                    tile_product(
-                        block, scores, TILE * 4, values, head_bytes, sums + r * head_bytes, head_bytes,
-                        low // per_row, (high + per_row - 1) // per_row, 1, fetched, page_size * row_bytes,
-                    )  # fmt: skip
-                else:
-                    value_product(block, scores, here, ahead, page_size, pages, scales, sums, low, high)
-                fetched = 0
+                    if has_value_tile(rows):
+                        load_values(here + 8 * u, page_size, values + u * head_bytes, pages, scales)
+            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead)
             here, ahead = ahead, here
 
     @named(tag)
@@ -182,15 +211,94 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int, *, in_pairs
 
     @named(tag)
     def prepare(frame, unit, index, queries, work):
-        if in_pairs:
-            for r in range(_rows_of_unit(frame, unit)):
-                split_row(queries + r * head_bytes)
+        pass
 
     @named(tag)
     def finish():
         pass
 
     return SegmentKernel(1, work_bytes, prepare, segment, finish)
+
+
+def _make_find_groups(row_bytes: int) -> Any:
+    """find_groups(frame, unit, start, addresses): of the K of each LANES tokens of a tile of context, in pages of a
+    multiple of so many. Those outside the unit's context read the dummy page: their scores are masked, and their V is
+    not read."""
+
+    @named(f"r{row_bytes}")
+    def find_groups(frame, unit, start, addresses):
+        page_size = page_size_of(frame)
+        for i in range(TILE // LANES):
+            position, address = start + i * LANES, data(arg(frame, ARG_PAGES))
+            if position < load_i64(unit, UNIT_END) and position + LANES > load_i64(unit, UNIT_FIRST):
+                address = _page_of(frame, unit, position, 2 * page_size * row_bytes)
+                address += position % page_size * row_bytes
+            store_i64(addresses, 8 * i, address)
+
+    return find_groups
+
+
+def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
+    """For pages in bfloat16, as cpu_ffi_pairs says: K and V are multiplied as they are, queries as two numbers each,
+    weights rounded."""
+    tag = f"d{head_dim}_b{block_vectors}_pairs"
+    row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
+    load_keys, load_values = cpu_ffi_pairs.make_load_keys(head_dim), cpu_ffi_pairs.make_load_values(head_dim)
+    split_row, clear_row = cpu_ffi_pairs.make_split_row(head_dim), make_clear_row(head_dim)
+    find_groups = _make_find_groups(row_bytes)
+    score_product = make_product(
+        TILE // LANES, block_vectors, row_bytes, head_dim // 2, parts=(0, 2 * head_dim), tokens_together=LANES
+    )
+    value_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE // 2, parts=(0,))
+
+    @named(tag)
+    def add_values(frame, unit, block, scores, values, sums, low, high, here, ahead, fetched):
+        value_product(block, scores, TILE * 4, values, head_bytes, sums, head_bytes, low // 2, (high + 1) // 2, 1, 0, 0)
+
+    softmax_row = make_softmax_row(head_dim, in_pairs=True)
+    walk_rows = _make_walk_rows(tag, head_dim, 2, score_product, softmax_row, add_values)
+
+    @named(tag)
+    def segment(frame, unit, index, queries, work, sums, states, following):
+        scores, keys = work, work + SCORE_BYTES
+        values = keys + TILE * row_bytes
+        here = values + TILE * row_bytes
+        ahead = here + LINE
+        to_values = page_size_of(frame) * row_bytes
+        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        for r in range(_rows_of_unit(frame, unit)):
+            clear_row(sums + r * head_bytes, states + 8 * r)
+        start, stop = _first_tile(unit, index), min((index + 1) * SEGMENT, end)
+        find_groups(frame, unit, start, here)
+        for tile in range(start, stop, TILE):
+            if following != 0 and tile + TILE >= stop:
+                next_unit = load_i64(following, ITEM_UNIT)
+                find_groups(frame, next_unit, _first_tile(next_unit, load_i64(following, ITEM_SEGMENT)), ahead)
+            else:
+                find_groups(frame, unit, tile + TILE, ahead)
+            for i in range(cpu_ffi_pairs.GROUPS):
+                at, group = tile + i * LANES, load_i64(here, 8 * i)
+                if at < end and at + LANES > first:
+                    # V of the next tile here and its K beside the scores: later, or all at once, is slower.
+                    load_keys(group, load_i64(ahead, 8 * i) + to_values, keys + 4 * i * LANES)
+                    load_values(group + to_values, first - at, end - at, values + i * LANES * row_bytes)
+            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead)
+            here, ahead = ahead, here
+
+    @named(tag)
+    def work_bytes(rows):
+        return SCORE_BYTES + 2 * TILE * row_bytes + 2 * LINE
+
+    @named(tag)
+    def prepare(frame, unit, index, queries, work):
+        for r in range(_rows_of_unit(frame, unit)):
+            split_row(queries + r * head_bytes)
+
+    @named(tag)
+    def finish():
+        pass
+
+    return SegmentKernel(LANES, work_bytes, prepare, segment, finish)
 
 
 def make_tile_kernel(head_dim: int) -> SegmentKernel:
@@ -201,6 +309,7 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
     add_values, clear_block = cpu_ffi_tiles.make_add_values(head_dim), cpu_ffi_tiles.make_clear_block(head_dim)
     store_block, fetch_tile = cpu_ffi_tiles.make_store_block(head_dim), cpu_ffi_tiles.make_fetch_tile(head_dim)
     row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
+    find_groups = _make_find_groups(row_bytes)
     # The work space: addresses of keys, a token of zeros, scores and weights of a block, V turned round, the blocks.
     keys_at, zeros_at = (0, LINE), 2 * LINE
     scores_at = zeros_at + -(-row_bytes // LINE) * LINE
@@ -217,25 +326,9 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
         return blocks_at + (rows + ROWS - 1) // ROWS * block_bytes
 
     @named(tag)
-    def find_keys(frame, unit, start, addresses):
-        """Addresses of the K of each ROWS tokens of a tile of context. Those outside the unit's context read the dummy
-        page: their scores are masked, and their V is not read."""
-        page_size = page_size_of(frame)
-        for i in range(cpu_ffi_tiles.GROUPS):
-            position, address = start + i * ROWS, data(arg(frame, ARG_PAGES))
-            if position < load_i64(unit, UNIT_END) and position + ROWS > load_i64(unit, UNIT_FIRST):
-                address = _page_of(frame, unit, position, 2 * page_size * row_bytes)
-                address += position % page_size * row_bytes
-            store_i64(addresses, 8 * i, address)
-
-    @named(tag)
-    def first_tile(unit, index):
-        return max(index * SEGMENT, load_i64(unit, UNIT_FIRST) // TILE * TILE)
-
-    @named(tag)
     def prepare(frame, unit, index, queries, work):
         configure_tiles()
-        find_keys(frame, unit, first_tile(unit, index), work + keys_at[0])
+        find_groups(frame, unit, _first_tile(unit, index), work + keys_at[0])
         fetch_tile(work + keys_at[0], page_size_of(frame) * row_bytes)
         zero_bytes(work + zeros_at, row_bytes)
         rows, block = _rows_of_unit(frame, unit), work + blocks_at
@@ -250,7 +343,7 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
             block += block_bytes
 
     @named(tag)
-    def segment(frame, unit, index, queries, work, sums, states):
+    def segment(frame, unit, index, queries, work, sums, states, following):
         scores, weights, values = work + scores_at, work + weights_at, work + values_at
         here, ahead = work + keys_at[0], work + keys_at[1]
         to_values, rows = page_size_of(frame) * row_bytes, _rows_of_unit(frame, unit)
@@ -259,10 +352,10 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
         blocks_end = work + work_bytes(rows)
         for block in range(work + blocks_at, blocks_end, block_bytes):
             clear_block(block + sums_at, block + states_at)
-        start = first_tile(unit, index)
-        find_keys(frame, unit, start, here)
+        start = _first_tile(unit, index)
+        find_groups(frame, unit, start, here)
         for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
-            find_keys(frame, unit, tile + TILE, ahead)
+            find_groups(frame, unit, tile + TILE, ahead)
             turn_values(here, ahead, to_values, first - tile, end - tile, work + zeros_at, values)
             fetched = ahead  # K and V of the next tile, with the first block
             for block in range(work + blocks_at, blocks_end, block_bytes):

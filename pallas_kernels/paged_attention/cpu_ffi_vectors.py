@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I16, I32, I64
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I32, I64
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -109,31 +109,14 @@ def make_scale_row(head_dim: int) -> Any:
     return void_intrinsic((_INT, _INT, _FLOAT), emit)
 
 
-def make_split_row(head_dim: int) -> Any:
-    """split_row(row): head_dim float32 as the sum of two bfloat16 each, in their place: all first ones, of the numbers
-    rounded, and then of what rounding left. Only where support.has_bf16_dot()."""
-
-    def emit(e: Emitter, row: ir.Value) -> None:
-        b = e.b
-        values = [e.load(e.at(row, 4 * d)) for d in range(0, head_dim, LANES)]
-        for part in range(2):
-            narrow = [e.to_bf16(value) for value in values]
-            for i, value in enumerate(narrow):
-                e.store(value, e.at(row, 2 * (part * head_dim + i * LANES)), 2)
-            values = [b.fsub(value, _widen(e, short)) for value, short in zip(values, narrow)]
-
-    return void_intrinsic((_INT,), emit)
-
-
-def _widen(e: Emitter, narrow: ir.Value) -> ir.Value:
+def widen(e: Emitter, narrow: ir.Value) -> ir.Value:
     """16 bfloat16, as int16, in float32."""
     shifted = e.b.shl(e.b.zext(narrow, INT_VECTOR), ir.Constant(INT_VECTOR, [16] * LANES))
     return e.b.bitcast(shifted, VECTOR)
 
 
-def make_load_keys(head_dim: int, kind: str, *, in_pairs: bool = False) -> Any:
-    """load_keys(addresses, keys, pages, scales): K of 16 tokens into a tile, transposed. In pairs a lane of the tile
-    has two dims in bfloat16, as pages have them.
+def make_load_keys(head_dim: int, kind: str) -> Any:
+    """load_keys(addresses, keys, pages, scales): K of 16 tokens into a tile, transposed.
 
     addresses       16 addresses of K rows
     keys            column of the tile where the 16 tokens start
@@ -158,11 +141,10 @@ def make_load_keys(head_dim: int, kind: str, *, in_pairs: bool = False) -> Any:
         factors = _emit_scales(e, head_dim, kind, rows, pages, scales) if kind in CODES else None
         with emit_loop(e, 0, head_dim, LANES * group) as (d, _):
             offset = b.mul(d, e.const(size))
-            target = b.add(keys, b.mul(d, e.const((2 if in_pairs else 4) * TILE)))
+            target = b.add(keys, b.mul(d, e.const(4 * TILE)))
             if group > 1:
                 columns = e.transpose([e.load(b.add(row, offset), INT_VECTOR, size) for row in rows])
-                if not in_pairs:
-                    columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
+                columns = [ungroup(e, lanes, i) for lanes in columns for i in range(group)]
             else:
                 columns = e.transpose([e.load_as_float(b.add(row, offset), kind) for row in rows])
             for i, column in enumerate(columns):
@@ -188,33 +170,6 @@ def make_load_values(head_dim: int, kind: str) -> Any:
             target = b.add(values, b.mul(i, e.const(4 * head_dim)))
             for j, vector in enumerate(vectors):
                 e.store(vector, e.at(target, 64 * j))
-
-    return void_intrinsic((_INT,) * 5, emit)
-
-
-def make_load_value_pairs(head_dim: int) -> Any:
-    """load_value_pairs(addresses, page_size, values, pages, scales): as load_values for bfloat16, two tokens in a row
-    of the tile: a lane has their numbers of one dim. 0 for tokens whose K is that of the dummy page."""
-    shorts = ir.VectorType(I16, 2 * LANES)
-    by_dim = [lane // 2 + 2 * LANES * (lane % 2) for lane in range(2 * LANES)]
-    orders = [ir.Constant(ir.VectorType(I32, 2 * LANES), [lane + half for lane in by_dim]) for half in (0, LANES)]
-
-    def emit(e: Emitter, addresses, page_size, values, pages, scales) -> None:
-        b = e.b
-        offset = b.mul(page_size, e.const(2 * head_dim))
-        with emit_loop(e, 0, LANES, 2) as (token, pair):
-            rows = []
-            for i in range(2):
-                key = e.load(b.add(addresses, b.mul(e.at(token, i), e.const(8))), I64, 8)
-                rows.append((b.add(key, offset), b.icmp_unsigned("!=", key, pages)))
-            target = b.add(values, b.mul(pair, e.const(4 * head_dim)))
-            for d in range(0, head_dim, 2 * LANES):
-                both = [
-                    b.select(is_there, e.load(e.at(row, 2 * d), shorts, 2), ir.Constant(shorts, [0] * 2 * LANES))
-                    for row, is_there in rows
-                ]
-                for i, order in enumerate(orders):
-                    e.store(b.shuffle_vector(*both, order), e.at(target, 4 * (d + i * LANES)))
 
     return void_intrinsic((_INT,) * 5, emit)
 
@@ -292,7 +247,7 @@ def make_softmax_row(head_dim: int, *, in_pairs: bool = False) -> Any:
             weight = b.select(visible, e.exp(b.fsub(score, wide)), e.splat_const(0.0))
             if in_pairs:
                 narrow = e.to_bf16(weight)
-                weight = _widen(e, narrow)
+                weight = widen(e, narrow)
                 e.store(narrow, e.at(scores, 32 * j), 2)
             else:
                 e.store(weight, e.at(scores, 64 * j))
