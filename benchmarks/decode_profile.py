@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jaxserve.pallas_kernels.cpu_ffi import helpers
 
 from jaxserve import LLM, SamplingParams, trace
 from jaxserve.config import DEFAULT_MODEL, MATMUL_BACKENDS, EngineConfig
@@ -109,7 +110,9 @@ def main() -> None:
         parser.error(
             f"--steps: got {options.steps}; allowed: so many that {options.rows} prompts end before the first row"
         )
+    offered, taken = helpers.count_jobs()
     figures = trace.summarize([step for _ in range(4) for step in decode()[1:]])
+    offered, taken = (after - before for after, before in zip(helpers.count_jobs(), (offered, taken)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             num_steps = len(decode())
@@ -128,7 +131,8 @@ def main() -> None:
     kinds = sum_by_kind(steady, calls)
     print(
         f"{options.rows} rows behind {options.context} tokens: period {figures['period_ms_p50']:.2f} ms, "
-        f"of which the host {figures['host_ms_p50']:.2f} (medians of {figures['num_steps']} steps)"
+        f"of which the host {figures['host_ms_p50']:.2f} (medians of {figures['num_steps']} steps); "
+        f"helpers took {taken / max(offered, 1):.0%} of {offered:,} jobs"
     )
     report(kinds)
 

@@ -26,6 +26,7 @@ import threading
 import llvmlite.binding as llvm
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     address_of,
+    atomic_add,
     atomic_load,
     atomic_replace,
     atomic_swap,
@@ -47,9 +48,9 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
 from jaxserve.pallas_kernels.cpu_ffi.object_cache import compile_function
 from numba import types
 
-# How long a helper looks for work before it sleeps: longer than what XLA does between two products of a step, shorter
-# than the pause between two steps. 0: it sleeps at once (for machines with more engines than cores).
-SPIN_US = 100
+# How long a helper looks for work before it sleeps: longer than what XLA does between two products of a step, and than
+# it takes from one program to the next. 0: it sleeps at once (for machines with more engines than cores).
+SPIN_US = 200
 SPIN_VARIABLE = "JAXSERVE_CPU_SPIN_US"
 _SPINS_BEFORE_YIELD = 32
 _IS_LINUX = sys.platform == "linux"
@@ -58,7 +59,8 @@ _MAX_CORES = 8  # of a process whose helpers keep off their caller's
 # A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t); the
 # core on which it looked last, its thread, and the core that it may not use (-1: none).
 _MAILBOX, _IS_ASLEEP, _SPIN_NS, _SEMAPHORE = 0, 64, 128, 192
-_CORE, _THREAD, _AVOIDED, _RECORD_BYTES = 256, 264, 272, 320
+_CORE, _THREAD, _AVOIDED = 256, 264, 272
+_OFFERED, _TAKEN_BACK, _RECORD_BYTES = 320, 328, 384  # numbers of jobs
 _MASK_BYTES = 128  # of a cpu_set_t
 # Before the records their number, on a cache line of its own, and the cores of this process (cpu_set_t).
 _COUNT, _CORES, _RECORDS = 0, 64, 192
@@ -103,6 +105,13 @@ def set_spin_us(spin_us: int) -> None:
     """How long the helpers that were started look for work from now on; for benchmarks."""
     for record in _records:
         _int64(record + _SPIN_NS).value = 1000 * spin_us
+
+
+def count_jobs() -> tuple[int, int]:
+    """How many jobs helpers were offered since the start, and how many of those they took before their callers, who do
+    them alone otherwise, took them back."""
+    offered, taken_back = (sum(_int64(record + at).value for record in _records) for at in (_OFFERED, _TAKEN_BACK))
+    return offered, offered - taken_back
 
 
 _int64 = ctypes.c_int64.from_address
@@ -214,6 +223,7 @@ def offer(i, job):
     record = _team() + _RECORDS + i * _RECORD_BYTES
     if not atomic_replace(record + _MAILBOX, 0, job):
         return False
+    atomic_add(record + _OFFERED, 1)
     core = _core()
     if atomic_swap(record + _IS_ASLEEP, 0) != 0:
         _keep_away(record, core)
@@ -226,4 +236,8 @@ def offer(i, job):
 @jit
 def take_back(i, job):
     """Whether `job` still lay in the mailbox of helper i, which is then empty."""
-    return atomic_replace(_team() + _RECORDS + i * _RECORD_BYTES + _MAILBOX, job, 0)
+    record = _team() + _RECORDS + i * _RECORD_BYTES
+    is_back = atomic_replace(record + _MAILBOX, job, 0)
+    if is_back:
+        atomic_add(record + _TAKEN_BACK, 1)
+    return is_back

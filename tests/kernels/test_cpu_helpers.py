@@ -30,6 +30,9 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 assert not failures, failures
+from jaxserve.pallas_kernels.cpu_ffi.helpers import count_jobs
+offered, taken = count_jobs()
+assert 0 <= taken <= offered and (offered > 0) == any(t.name.startswith("jaxserve-cpu") for t in threading.enumerate())
 print("done", sum(thread.name.startswith("jaxserve-cpu") for thread in threading.enumerate()))
 """
 
