@@ -237,7 +237,8 @@ def _extern(name: str, num_args: int) -> types.ExternalFunction:
 
 malloc, free, sched_yield = _extern("malloc", 1), _extern("free", 1), _extern("sched_yield", 0)
 # Only where sys.platform is "linux":
-sched_getcpu, sched_setaffinity = _extern("sched_getcpu", 0), _extern("sched_setaffinity", 3)
+sched_getcpu = _extern("sched_getcpu", 0)
+sched_getaffinity, sched_setaffinity = _extern("sched_getaffinity", 3), _extern("sched_setaffinity", 3)
 clock_gettime, sem_wait, sem_post = _extern("clock_gettime", 2), _extern("sem_wait", 1), _extern("sem_post", 1)
 
 

@@ -7,8 +7,9 @@ done. These helpers look for work for SPIN_US after their last, offering their c
 
 A helper must not wait for the core that its caller computes on, as one that looks for work there would: the system
 finds it waiting and another core idle only now and then, and a step is over by then. So whoever offers a job to a
-helper that sleeps, or was last seen on the caller's core, takes that core out of those that the helper may use. (On
-Linux, with few cores: among many one helper is hardly missed, and each would have to be told.)
+helper that sleeps, or was last seen on the caller's core, takes that core out of those that the helper may use, unless
+somebody has changed the caller's own since the start. (On Linux, with few cores: among many one helper is hardly
+missed, and each would have to be told.)
 
 A helper has a mailbox for one job. Whoever put a job there may take it back as long as the helper has not; a mailbox
 that is taken is not waited for, XLA's pool serves instead. So a helper that is late, busy or (after a fork) gone costs
@@ -36,6 +37,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     jit,
     load_i64,
     pause,
+    sched_getaffinity,
     sched_getcpu,
     sched_setaffinity,
     sched_yield,
@@ -44,6 +46,7 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     stack,
     store_i64,
     symbol_address,
+    zero_bytes,
 )
 from jaxserve.pallas_kernels.cpu_ffi.object_cache import compile_function
 from numba import types
@@ -57,9 +60,9 @@ _IS_LINUX = sys.platform == "linux"
 _MAX_CORES = 8  # of a process whose helpers keep off their caller's
 
 # A helper's record: its mailbox, whether it sleeps, how long it looks (nanoseconds), what it sleeps on (sem_t); the
-# core on which it looked last, its thread, and the core that it may not use (-1: none).
+# core on which it looked last, its thread, the core that it may not use (-1: none), and whether that is being changed.
 _MAILBOX, _IS_ASLEEP, _SPIN_NS, _SEMAPHORE = 0, 64, 128, 192
-_CORE, _THREAD, _AVOIDED = 256, 264, 272
+_CORE, _THREAD, _AVOIDED, _IS_MOVING = 256, 264, 272, 280
 _OFFERED, _TAKEN_BACK, _RECORD_BYTES = 320, 328, 384  # numbers of jobs
 _MASK_BYTES = 128  # of a cpu_set_t
 # Before the records their number, on a cache line of its own, and the cores of this process (cpu_set_t).
@@ -83,6 +86,8 @@ def start_helpers() -> None:
     base = (ctypes.addressof(memory) + 63) // 64 * 64
     _int64(base + _COUNT).value = count
     (ctypes.c_ubyte * _MASK_BYTES).from_address(base + _CORES)[:] = _core_mask()
+    if hasattr(os, "register_at_fork"):  # a child has no helpers, and its parent's are none of its business
+        os.register_at_fork(after_in_child=lambda: ctypes.memset(base + _CORES, 0, _MASK_BYTES))
     llvm.add_symbol(_SYMBOL, base)
     libc = ctypes.CDLL(None, use_errno=True)
     address, code = compile_function(_serve, types.void, ("helper",))
@@ -110,7 +115,7 @@ def set_spin_us(spin_us: int) -> None:
 def count_jobs() -> tuple[int, int]:
     """How many jobs helpers were offered since the start, and how many of those they took before their callers, who do
     them alone otherwise, took them back."""
-    offered, taken_back = (sum(_int64(record + at).value for record in _records) for at in (_OFFERED, _TAKEN_BACK))
+    taken_back, offered = (sum(_int64(record + at).value for record in _records) for at in (_TAKEN_BACK, _OFFERED))
     return offered, offered - taken_back
 
 
@@ -155,18 +160,29 @@ if _IS_LINUX:
         return sched_getcpu() & 0xFFFFFFFF  # of an int
 
     @jit
+    def _is_free(cores):
+        """Whether the calling thread may use the cores that the process had at the start, and no others."""
+        present, is_same = stack(_MASK_BYTES), True
+        zero_bytes(present, _MASK_BYTES)
+        sched_getaffinity(0, _MASK_BYTES, present)
+        for place in range(0, _MASK_BYTES, 8):
+            is_same = is_same and load_i64(present, place) == load_i64(cores, place)
+        return is_same
+
+    @jit
     def _keep_away(record, core):
         """Take `core`, the caller's, out of those that a helper may use."""
-        cores = _team() + _CORES
-        if load_i64(record, _AVOIDED) == core or core >= 8 * _MASK_BYTES:
+        cores, place, bit = _team() + _CORES, core // 64 * 8, 1 << (core % 64)
+        if load_i64(record, _AVOIDED) == core or place >= _MASK_BYTES or load_i64(cores, place) & bit == 0:
             return
-        if load_i64(cores, core // 64 * 8) >> (core % 64) & 1 == 0:
+        if not _is_free(cores) or not atomic_replace(record + _IS_MOVING, 0, 1):
             return
         mask = stack(_MASK_BYTES)
         copy_bytes(mask, cores, _MASK_BYTES)
-        store_i64(mask, core // 64 * 8, load_i64(cores, core // 64 * 8) & ~(1 << (core % 64)))
-        sched_setaffinity(load_i64(record, _THREAD), _MASK_BYTES, mask)
-        store_i64(record, _AVOIDED, core)
+        store_i64(mask, place, load_i64(cores, place) & ~bit)
+        if sched_setaffinity(load_i64(record, _THREAD), _MASK_BYTES, mask) & 0xFFFFFFFF == 0:
+            store_i64(record, _AVOIDED, core)
+        atomic_swap(record + _IS_MOVING, 0)
 
 else:
 

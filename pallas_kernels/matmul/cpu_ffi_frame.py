@@ -85,8 +85,8 @@ def num_workers(frame, outputs, row_bytes, min_thread_bytes):
 
 @jit
 def cut_outputs(plan, outputs, threads, least, multiple):
-    """Cut them into a run for each thread and items of at least `least`, both multiples of `multiple` but for the last
-    of each. Returns how many there are, runs included."""
+    """Cut them into a run for each thread and items of about `least` or more, both multiples of `multiple` but for the
+    last of each. Returns how many there are, runs included."""
     per_run = outputs
     if threads > 1:
         per_run = max(outputs * _RUN_PERCENT // (100 * threads) // multiple, 1) * multiple

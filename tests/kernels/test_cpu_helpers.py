@@ -48,6 +48,27 @@ for cores in map(os.sched_getaffinity, helpers):
 print(sum(len(os.sched_getaffinity(helper)) < len(own) for helper in helpers))
 """
 )
+# What others have chosen stays: all threads on one core, and what a child does after a fork.
+CHOSEN = (
+    CORES
+    + """
+before = [os.sched_getaffinity(helper) for helper in helpers]
+if not os.fork():
+    os.sched_setaffinity(0, set(own) - before[0] or own)
+    from jaxserve.pallas_kernels.cpu_ffi import helpers as module
+    for i in range(len(helpers)):
+        module.offer(i, 1), module.take_back(i, 1)
+    os._exit(0)
+os.wait()
+assert before == [os.sched_getaffinity(helper) for helper in helpers]
+(core, *_) = own
+for thread in map(int, os.listdir("/proc/self/task")):
+    os.sched_setaffinity(thread, {core})
+work(5)
+assert all(os.sched_getaffinity(helper) == {core} for helper in helpers) and not failures
+"""
+)
+NUM_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
 def run(code: str, spin_us: str) -> subprocess.CompletedProcess[str]:
@@ -63,10 +84,17 @@ def test_calls_from_many_threads_are_all_right(spin_us: str) -> None:
     assert done.stdout.split() == ["done", str(len(os.sched_getaffinity(0)) - 1)], done.stderr[-2000:]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not 2 <= os.cpu_count() <= 8, reason="needs Linux and 2 to 8 cores")
+@pytest.mark.skipif(not 2 <= NUM_CORES <= 8, reason="needs Linux and 2 to 8 cores")
 def test_a_helper_keeps_off_the_core_of_who_calls_it() -> None:
     done = run(CORES, "0")
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(NUM_CORES < 2, reason="needs Linux and 2 cores")
+@pytest.mark.parametrize("spin_us", ["0", "200"])
+def test_cores_that_others_chose_for_a_helper_stay(spin_us: str) -> None:
+    done = run(CHOSEN, spin_us)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("spin_us", ["-1", "soon", "2000000"])
