@@ -1,6 +1,6 @@
 """What threads that stay awake between the calls of a step are worth, on CPU: decode at one row and at many.
 
-    python benchmarks/cpu_helpers.py [--rows 16] [--output-tokens 64] [--spin-us 0 100 400] [--rounds 8]
+    python benchmarks/cpu_helpers.py [--rows 16] [--output-tokens 64] [--spin-us 0 200 400] [--rounds 8]
 
 One engine serves the same requests with helpers that look for work so many microseconds before they sleep (0: they
 sleep at once, and every call wakes them), in turn.
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--spin-us", type=int, nargs="+", default=[0, 100, 400])
+    parser.add_argument("--spin-us", type=int, nargs="+", default=[0, 200, 400])
     options = parser.parse_args()
     lengths = [LengthRange(n, n) for n in (options.prompt_tokens, options.output_tokens)]
     target = InProcessTarget(

@@ -103,7 +103,7 @@ def start_helpers() -> None:
     for i, record in enumerate(_records):
         thread = threading.Thread(target=serve, args=(record,), name=f"jaxserve-cpu-{i}", daemon=True)
         thread.start()
-        _int64(record + _THREAD).value = thread.native_id or 0
+        _int64(record + _THREAD).value = thread.native_id or -1  # 0 would be the caller
 
 
 def set_spin_us(spin_us: int) -> None:

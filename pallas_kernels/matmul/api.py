@@ -23,9 +23,8 @@ from jaxserve.pallas_kernels.matmul.quantized import (
 # XLA:CPU takes other paths for one row (it widens the whole weight first) and for two: four are not slower, and
 # give every row the bits that it has among any larger number of rows.
 _MIN_XLA_ROWS = 4
-_BYTE_ROWS = (
-    16  # up to which products with an expanded copy, where the CPU multiplies bfloat16, are as fast and exacter
-)
+# Up to which products with an expanded copy, where the CPU multiplies bfloat16, are as fast and exacter.
+_BYTE_ROWS = 16
 _CPU_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8")
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
