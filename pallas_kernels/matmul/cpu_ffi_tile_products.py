@@ -243,22 +243,27 @@ def _emit_pairs_step(e: Emitter, i, count, k, w_starts, x_starts, sums, lanes) -
 _PAIRS = Dots(ROWS, _emit_pairs_step)
 
 
+def emit_activation(e: Emitter, name: str, x: ir.Value) -> ir.Value:
+    """silu or gelu_tanh of 16 float32."""
+    b, one, half = e.b, e.splat_const(1.0), e.splat_const(0.5)
+    if name == "silu":
+        # exp takes no more than 87: below -87 the quotient is less than what a float32 holds.
+        negative = b.fsub(e.splat_const(0.0), x)
+        bounded = b.select(b.fcmp_ordered("<", negative, e.splat_const(87.0)), negative, e.splat_const(87.0))
+        return b.fdiv(x, b.fadd(one, e.exp(bounded)))
+    # gelu_tanh (Hendrycks & Gimpel, 2016, arXiv:1606.08415)
+    cube = b.fmul(b.fmul(x, x), b.fmul(x, e.splat_const(0.044715)))
+    inner = b.fmul(e.splat_const(0.7978845608028654), b.fadd(x, cube))
+    return b.fmul(b.fmul(half, x), b.fadd(one, e.tanh(inner)))
+
+
 def _emit_gated(e: Emitter, activation: str, blocks: ir.Value, scratch: ir.Value) -> None:
     """The first tile of outputs in scratch becomes its activation times the second."""
-    b, one, half = e.b, e.splat_const(1.0), e.splat_const(0.5)
+    b = e.b
     with emit_loop(e, 0, b.mul(blocks, e.const(TILE_BYTES)), LINE) as (line, _):
         place = b.add(scratch, line)
         x, factor = e.load(place), e.load(e.at(place, PAIR * TILE_BYTES))
-        if activation == "silu":
-            # exp takes no more than 87: below -87 the quotient is less than what a float32 holds.
-            negative = b.fsub(e.splat_const(0.0), x)
-            bounded = b.select(b.fcmp_ordered("<", negative, e.splat_const(87.0)), negative, e.splat_const(87.0))
-            active = b.fdiv(x, b.fadd(one, e.exp(bounded)))
-        else:  # gelu_tanh (Hendrycks & Gimpel, 2016, arXiv:1606.08415)
-            cube = b.fmul(b.fmul(x, x), b.fmul(x, e.splat_const(0.044715)))
-            inner = b.fmul(e.splat_const(0.7978845608028654), b.fadd(x, cube))
-            active = b.fmul(b.fmul(half, x), b.fadd(one, e.tanh(inner)))
-        e.store(b.fmul(active, factor), place)
+        e.store(b.fmul(emit_activation(e, activation, x), factor), place)
 
 
 def _emit_transposed(

@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
     BAD_ARGUMENTS,
     NO_MEMORY,
     PLAN_ITEMS,
+    PLAN_THREADS,
     named,
     register_handler,
     wait_for,
@@ -42,6 +43,7 @@ from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, Emitter, emit_loop, v
 from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_dots
 from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_tiles as byte_tiles
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
+from jaxserve.pallas_kernels.matmul.cpu_ffi_few_rows import FEW_ROWS, make_product_of_few
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
     PAIR,
     SCRATCH_BYTES,
@@ -134,10 +136,10 @@ def _make_pack() -> Any:
 
 
 def _make_round() -> Any:
-    """round(x, k, target): one row of x as bfloat16."""
+    """round(x, count, target): so many values as bfloat16, a multiple of 16."""
 
-    def emit(e: Emitter, x, k, target) -> None:
-        with emit_loop(e, 0, k, LANES) as (i, _):
+    def emit(e: Emitter, x, count, target) -> None:
+        with emit_loop(e, 0, count, LANES) as (i, _):
             value = e.to_bf16(e.load(e.b.add(x, e.b.mul(i, e.const(4)))))
             e.store(value, e.b.add(target, e.b.mul(i, e.const(2))), 2 * LANES)
 
@@ -185,6 +187,7 @@ class _Arithmetic(NamedTuple):
     # Of weights as stored: up to PAIR blocks of rows; and one row of x that is not packed.
     product_of_stored: Any = None
     product_of_one: Any = None
+    product_of_few: Any = None  # of expanded weights: up to FEW_ROWS rows of x that are not packed
 
 
 def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arithmetic:
@@ -204,7 +207,8 @@ def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arith
     expand = None if is_dense else _make_expand(kind)
     layout = _make_pack(), _packed_bytes, _packed_bytes, expanded_bytes, expand
     if form == "dots":
-        return _Arithmetic(*layout, make_product(None, in_registers=False, activation=activation))
+        product = make_product(None, in_registers=False, activation=activation)
+        return _Arithmetic(*layout, product, product_of_few=make_product_of_few(activation))
     expand_tile = None if is_dense else make_expand_tile(kind)
     product = make_product(None, in_registers=True)
     configure_one = void_intrinsic((), lambda e: Tiles(e).configure(1))
@@ -221,7 +225,8 @@ def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arith
 
 
 def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any, Any, Any]:
-    round_one, fetch, is_dense, has_stored = _make_round(), _make_fetch(), kind == "bfloat16", form == "tiles"
+    round_rows, fetch, is_dense, has_stored = _make_round(), _make_fetch(), kind == "bfloat16", form == "tiles"
+    unpacked_rows = {"tiles": 1, "dots": FEW_ROWS}.get(form, 0)  # so many rows of x, or fewer, are only rounded
 
     def or_nothing(function: Any, count: int) -> Any:  # numba compiles calls that are never made
         return void_intrinsic((types.intp,) * count, lambda *_: None) if function is None else function
@@ -230,7 +235,7 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
         name, kind, activation, form
     )
     expand = or_nothing(expand, 5)
-    begin, end, product_of_stored, product_of_one = map(or_nothing, of_stored, (1, 0, 14, 9))
+    begin, end, product_of_stored, product_of_one, product_of_few = map(or_nothing, of_stored, (1, 0, 14, 9, 11))
     # Rows of w for each column of y; those of the second kind lie below all of the first.
     per_output = 2 if activation else 1
     w_type, slab = BF16 if is_dense else U8, PAIR * ROWS // per_output  # outputs computed together
@@ -272,14 +277,16 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
         scratch = stack(SCRATCH_BYTES)
         if i < blocks:
             source = frames.x_data(frame) + i * ROWS * k * 4
-            if has_stored and rows == 1:
-                round_one(source, k, packed)
+            if rows <= unpacked_rows:
+                round_rows(source, rows * k, packed)
             else:
                 pack(source, k * 4, min(ROWS, rows - i * ROWS), k, packed + i * x_stride, scratch)
             atomic_add(plan + _PACKED, 1)
             return
         first = frames.first_output(plan, i - blocks)
         last = first + frames.item_outputs(plan, i - blocks)
+        # What this thread is likely to take next, if all items are alike.
+        following, num_items = i - blocks + load_i64(plan, PLAN_THREADS), load_i64(plan, PLAN_ITEMS) - blocks
         group = blocks if has_stored else max(_GROUP_BYTES // read_bytes(k) // PAIR, 1) * PAIR  # blocks of rows
         turns = (min(group, blocks) + PAIR - 1) // PAIR
         fetch_step = (slab * block_size // turns + LINE - 1) // LINE * LINE
@@ -297,7 +304,10 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
                 apart = ROWS * stored
                 if activation:
                     tiles, apart = PAIR, outputs * stored
-                ahead = weights + slab * stored
+                following_output = n + slab  # or without any more, what is in the cache already
+                if following_output >= last:
+                    following_output = frames.first_output(plan, following) if following < num_items else n
+                ahead = w + following_output * stored
                 if has_stored and rows == 1:
                     product_of_one(tiles, weights, stored, packed, k, y, scratch, ahead, fetch_step)
                     continue
@@ -311,6 +321,9 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
                     for tile in range(tiles):
                         expand(weights + tile * apart, stored, k, expanded + tile * ROWS * w_stride, scratch)
                     weights, apart = expanded, ROWS * w_stride
+                if rows <= unpacked_rows:
+                    product_of_few(rows, tiles, weights, apart, w_stride, packed, k, y, outputs * 4, ahead, fetch_step)
+                    continue
                 for m in range(above, below, PAIR):
                     count = min(PAIR, below - m)
                     product(

@@ -72,12 +72,13 @@ class TestLinear:
 @pytest.mark.parametrize("backend", ["cpu_ffi", "cpu_tiles"])
 @pytest.mark.parametrize(("outputs", "k"), [(16, 32), (48, 64), (192, 576), (2064, 1024)])
 def test_rows_in_tiles_do_not_depend_on_their_number(outputs, k, backend):
-    """One and two blocks of 16 rows, whole and partly filled, take different code, as do odd numbers of outputs."""
+    """A few rows, one and two blocks of 16, whole and partly filled, take different code, as do odd numbers of
+    outputs."""
     x, w = _arrays(100, outputs, k, "bfloat16")
     together = np.asarray(_linear(x, w, backend=backend))
     expected = np.asarray(x.astype(w.dtype)).astype(np.float64) @ np.asarray(w).astype(np.float64).T
     assert np.abs(together - expected).max() <= 2e-6 * np.abs(expected).max()
-    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 64):
+    for rows in (1, 2, 3, 7, 12, 13, 16, 17, 31, 32, 33, 48, 64):
         for first in (0, 100 - rows):
             part = np.asarray(_linear(x[first : first + rows], w, backend=backend))
             assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
@@ -96,7 +97,7 @@ def test_a_weight_kept_twice_is_read_in_its_blocks_where_there_are_tiles():
 
 @needs_cpu_tiles
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("rows", [1, 12, 20, 70])
 def test_blocks_in_tiles_equal_their_expansion(kind, rows):
     w, _ = _quantized(kind, 80, 256)
     x = _arrays(rows, 80, 256, "float32")[0]
@@ -146,7 +147,7 @@ def test_rows_of_a_gated_product_do_not_depend_on_their_number():
     x, w = _arrays(100, 192, 576, "bfloat16")
     product = jax.jit(functools.partial(gated_linear, activation="silu", backend="cpu_tiles"))
     together = np.asarray(product(x, w))
-    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+    for rows in (1, 2, 8, 12, 13, 16, 17, 32, 33, 64):
         for first in (0, 100 - rows):
             part = np.asarray(product(x[first : first + rows], w))
             assert part.tobytes() == together[first : first + rows].tobytes(), (rows, first)
