@@ -120,6 +120,16 @@ class Emitter:
         narrow = self.b.fptrunc(value, ir.VectorType(BFLOAT, LANES))
         return self.b.bitcast(narrow, ir.VectorType(I16, LANES))
 
+    def both_to_bf16(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """to_bf16 of two vectors, one behind the other, as 32 bfloat16."""
+        function = self.function("llvm.x86.avx512bf16.cvtne2ps2bf16.512", BF16_PAIRS, [VECTOR, VECTOR])
+        return self.b.call(function, [y, x])
+
+    def upper_half(self, value: ir.Value) -> ir.Value:
+        """16 float32 without the bits that a bfloat16 has no place for."""
+        bits = self.b.and_(self.b.bitcast(value, INT_VECTOR), ir.Constant(INT_VECTOR, [-(2**16)] * LANES))
+        return self.b.bitcast(bits, VECTOR)
+
     def hidden(self, value: ir.Value) -> ir.Value:
         """The same int64, of which the compiler knows nothing more: what it stored there, it has to load."""
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], side_effect=True)

@@ -150,8 +150,8 @@ def paged_attention_cpu(
 
 
 def form_of(head_dim: int, kind: str, page_size: int) -> str:
-    """How pages of `kind` are computed with on this CPU: in "tiles" of its registers, by "pairs" of bfloat16 (weights
-    are rounded to it then), or by other "vectors"."""
+    """How pages of `kind` are computed with on this CPU: in "tiles" of its registers, by "pairs" of bfloat16, or by
+    other "vectors"."""
     if kind == "bfloat16" and head_dim % STEP == 0 and page_size % ROWS == 0 and has_bf16_dot():
         return "tiles" if has_bf16_tiles() else "pairs"
     return "vectors"

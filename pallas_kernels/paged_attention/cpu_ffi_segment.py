@@ -47,7 +47,8 @@ from jaxserve.pallas_kernels.paged_attention.cpu_ffi_products import make_produc
 from jaxserve.pallas_kernels.paged_attention.cpu_ffi_vectors import (
     MAX_BLOCK_ROWS,
     TILE,
-    make_clear_row,
+    end_rows,
+    make_begin_rows,
     make_load_keys,
     make_load_values,
     make_softmax_row,
@@ -92,8 +93,8 @@ def _first_tile(unit, index):
 def _make_walk_rows(
     tag: str, head_dim: int, per_row: int, score_product: Any, softmax_row: Any, add_values: Any
 ) -> Any:
-    """walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead): the rows of a unit
-    against one tile of context, a block of rows at a time.
+    """walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, totals, here, ahead): the rows of a
+    unit against one tile of context, a block of rows at a time.
 
     per_row        how many dims, or tokens, a row of a tile has together
     here, ahead    addresses of the tile's K, and of the next one's, which is fetched beside the scores
@@ -103,7 +104,7 @@ def _make_walk_rows(
     head_bytes = 4 * head_dim
 
     @named(tag)
-    def walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead):
+    def walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, totals, here, ahead):
         group, position, rows = group_of(frame), load_i64(unit, UNIT_POSITION), _rows_of_unit(frame, unit)
         cap, window = load_f32(attr(frame, ATTR_SOFTCAP), 0), load_i32(attr(frame, ATTR_WINDOW), 0)
         fetched = ahead
@@ -118,11 +119,18 @@ def _make_walk_rows(
                 block, queries + r * head_bytes, head_bytes, keys, TILE * 4, scores, TILE * 4,
                 0, head_dim // per_row, 0, fetched, 0,
             )  # fmt: skip
+            # Tokens that all of them see.
+            inside = max(0, position + (r + block - 1) // group - window + 1 - tile) if window > 0 else 0
+            seen = position + r // group + 1 - tile
+            is_whole = inside == 0 and seen >= TILE
             for i in range(block):
-                at = position + (r + i) // group - tile
+                first, end = 0, TILE
+                if not is_whole:
+                    end = position + (r + i) // group + 1 - tile
+                    first = max(0, end - window) if window > 0 else 0
                 softmax_row(
-                    scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i),
-                    max(0, at - window + 1) if window > 0 else 0, min(TILE, at + 1), cap,
+                    scores + i * TILE * 4, sums + (r + i) * head_bytes, states + 8 * (r + i), totals + LINE * (r + i),
+                    first, min(TILE, end), cap,
                 )  # fmt: skip
             add_values(frame, unit, block, scores, values, sums + r * head_bytes, low, high, here, ahead, fetched)
             fetched = 0
@@ -134,7 +142,7 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
     """For pages of any kind and size, on any CPU."""
     tag = f"d{head_dim}_{kind}_b{block_vectors}"
     load_keys, load_values = make_load_keys(head_dim, kind), make_load_values(head_dim, kind)
-    clear_row = make_clear_row(head_dim)
+    begin_rows = make_begin_rows(tag, head_dim)
     row_bytes, head_bytes, has_scales = head_dim * ELEMENT_BYTES[kind], head_dim * 4, kind in CODES
     score_product = make_product(TILE // LANES, block_vectors, row_bytes, head_dim)
     tile_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE)
@@ -190,9 +198,9 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
         here = values + TILE * head_bytes
         ahead = here + 8 * TILE
         page_size, pages, scales = page_size_of(frame), data(arg(frame, ARG_PAGES)), scales_of(frame)
+        totals = ahead + 8 * TILE
         rows, first, end = _rows_of_unit(frame, unit), load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
-        for r in range(rows):
-            clear_row(sums + r * head_bytes, states + 8 * r)
+        begin_rows(rows, sums, states, totals)
         start = _first_tile(unit, index)
         find_tokens(frame, unit, start, here)
         for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
@@ -202,12 +210,13 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
                     load_keys(here + 8 * u, keys + 4 * u, pages, scales)
                     if has_value_tile(rows):
                         load_values(here + 8 * u, page_size, values + u * head_bytes, pages, scales)
-            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead)
+            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, totals, here, ahead)
             here, ahead = ahead, here
+        end_rows(rows, states, totals)
 
     @named(tag)
     def work_bytes(rows):
-        return SCORE_BYTES + 2 * TILE * (head_bytes + 8)
+        return SCORE_BYTES + 2 * TILE * (head_bytes + 8) + LINE * rows
 
     @named(tag)
     def prepare(frame, unit, index, queries, work):
@@ -239,17 +248,17 @@ def _make_find_groups(row_bytes: int) -> Any:
 
 
 def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
-    """For pages in bfloat16, as cpu_ffi_pairs says: K and V are multiplied as they are, queries as two numbers each,
-    weights rounded."""
+    """For pages in bfloat16, as cpu_ffi_pairs says: K and V are multiplied as they are, queries and weights as two
+    numbers each."""
     tag = f"d{head_dim}_b{block_vectors}_pairs"
     row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
     load_keys, load_values = cpu_ffi_pairs.make_load_keys(head_dim), cpu_ffi_pairs.make_load_values(head_dim)
-    split_row, clear_row = cpu_ffi_pairs.make_split_row(head_dim), make_clear_row(head_dim)
+    split_row, begin_rows = cpu_ffi_pairs.make_split_row(head_dim), make_begin_rows(tag, head_dim)
     find_groups = _make_find_groups(row_bytes)
     score_product = make_product(
         TILE // LANES, block_vectors, row_bytes, head_dim // 2, parts=(0, 2 * head_dim), tokens_together=LANES
     )
-    value_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE // 2, parts=(0,))
+    value_product = make_product(head_dim // LANES, block_vectors, row_bytes, TILE // 2, parts=(0, 2 * TILE))
 
     @named(tag)
     def add_values(frame, unit, block, scores, values, sums, low, high, here, ahead, fetched):
@@ -265,9 +274,9 @@ def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
         here = values + TILE * row_bytes
         ahead = here + LINE
         to_values = page_size_of(frame) * row_bytes
-        first, end = load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
-        for r in range(_rows_of_unit(frame, unit)):
-            clear_row(sums + r * head_bytes, states + 8 * r)
+        rows, first, end = _rows_of_unit(frame, unit), load_i64(unit, UNIT_FIRST), load_i64(unit, UNIT_END)
+        totals = ahead + LINE
+        begin_rows(rows, sums, states, totals)
         start, stop = _first_tile(unit, index), min((index + 1) * SEGMENT, end)
         find_groups(frame, unit, start, here)
         for tile in range(start, stop, TILE):
@@ -282,12 +291,13 @@ def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
                     # V of the next tile here and its K beside the scores: later, or all at once, is slower.
                     load_keys(group, load_i64(ahead, 8 * i) + to_values, keys + 4 * i * LANES)
                     load_values(group + to_values, first - at, end - at, values + i * LANES * row_bytes)
-            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, here, ahead)
+            walk_rows(frame, unit, tile, queries, keys, values, scores, sums, states, totals, here, ahead)
             here, ahead = ahead, here
+        end_rows(rows, states, totals)
 
     @named(tag)
     def work_bytes(rows):
-        return SCORE_BYTES + 2 * TILE * row_bytes + 2 * LINE
+        return SCORE_BYTES + 2 * TILE * row_bytes + 2 * LINE + LINE * rows
 
     @named(tag)
     def prepare(frame, unit, index, queries, work):

@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I32, I64
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import FLOAT, I8, I32, I64, jit, zero_bytes
+from jaxserve.pallas_kernels.cpu_ffi.parallel import named
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
     ELEMENT_BYTES,
     INT_VECTOR,
@@ -32,6 +34,7 @@ from numba.core import cgutils
 
 TILE = 64  # context tokens per tile
 MAX_BLOCK_ROWS = 6  # query rows per register block
+_RISE = 8.0  # how far a score may lie above the one whose weight is 1
 _INT, _FLOAT = types.intp, types.float32
 
 
@@ -214,16 +217,16 @@ def _emit_scales(e: Emitter, head_dim: int, kind: str, rows: list[ir.Value], pag
 
 
 def make_softmax_row(head_dim: int, *, in_pairs: bool = False) -> Any:
-    """softmax_row(scores, sums, state, low, high, cap): one row of one tile into the running softmax.
+    """softmax_row(scores, sums, state, total, low, high, cap): one row of one tile into the running softmax.
 
-    scores   [TILE]; on return the weights, exactly 0 outside tokens low : high; in pairs rounded to bfloat16, in the
-             first half of the place, and their sum is that of the rounded ones
-    sums     [head_dim], the weighted values so far; rescaled when the maximum rises
-    state    (maximum, sum of weights)
-    cap      soft cap of the scores, 0: none
+    scores   [TILE]; on return the weights, exactly 0 outside tokens low : high; in pairs as two bfloat16 each, of which
+             the second is what rounding left: all first ones, then all second ones
+    sums     [head_dim], the weighted values so far; rescaled when the score whose weight is 1 changes
+    state    that score; a higher one counts once it is so high that weights would grow too large
+    total    [16], sums of weights so far, to be added up
     """
 
-    def emit(e: Emitter, scores, sums, state, low, high, cap) -> None:
+    def emit(e: Emitter, scores, sums, state, total, low, high, cap) -> None:
         b = e.b
         slots = [cgutils.alloca_once(b, VECTOR) for _ in range(TILE // LANES)]
         for j, slot in enumerate(slots):
@@ -232,34 +235,54 @@ def make_softmax_row(head_dim: int, *, in_pairs: bool = False) -> Any:
             wide = e.splat(cap)
             for slot in slots:
                 b.store(b.fmul(wide, e.tanh(b.fdiv(b.load(slot), wide))), slot)
-        low_lanes, high_lanes = (e.splat(b.trunc(x, I32)) for x in (low, high))
-        masked, top = [], None
-        for j, slot in enumerate(slots):
-            index = ir.Constant(INT_VECTOR, list(range(j * LANES, (j + 1) * LANES)))
-            visible = b.and_(b.icmp_signed(">=", index, low_lanes), b.icmp_signed("<", index, high_lanes))
-            masked.append((b.select(visible, b.load(slot), e.splat_const(MASKED)), visible))
-            top = masked[-1][0] if top is None else e.max(top, masked[-1][0])
-        old_top, old_sum = e.load(state, FLOAT), e.load(e.at(state, 4), FLOAT)
-        new_top = e.max(old_top, e.max_lanes(top))
-        keep = e.exp_scalar(b.fsub(old_top, new_top))
-        total, wide = None, e.splat(new_top)
-        for j, (score, visible) in enumerate(masked):
-            weight = b.select(visible, e.exp(b.fsub(score, wide)), e.splat_const(0.0))
-            if in_pairs:
-                narrow = e.to_bf16(weight)
-                weight = widen(e, narrow)
-                e.store(narrow, e.at(scores, 32 * j), 2)
-            else:
-                e.store(weight, e.at(scores, 64 * j))
-            total = weight if total is None else b.fadd(total, weight)
-        e.store(new_top, state)
-        e.store(b.fadd(b.fmul(old_sum, keep), e.sum_lanes(total)), e.at(state, 4))
-        with b.if_then(b.fcmp_ordered("!=", old_top, new_top)):
-            factor = e.splat(keep)
-            for d in range(0, head_dim, LANES):
-                e.store(b.fmul(e.load(e.at(sums, 4 * d)), factor), e.at(sums, 4 * d))
 
-    return void_intrinsic((_INT,) * 5 + (_FLOAT,), emit)
+        def emit_row(visible: list[ir.Value] | None) -> None:
+            values = [b.load(slot) for slot in slots]
+            if visible is not None:
+                values = [b.select(seen, x, e.splat_const(MASKED)) for seen, x in zip(visible, values)]
+            top = e.max(e.max(values[0], values[1]), e.max(values[2], values[3]))
+            unit = e.load(state, FLOAT)
+            highest = cgutils.alloca_once_value(b, unit)
+            is_high = b.fcmp_ordered(">", top, e.splat(b.fadd(unit, ir.Constant(FLOAT, _RISE))))
+            is_high = b.icmp_unsigned("!=", b.bitcast(is_high, ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))
+            with b.if_then(is_high, likely=False):
+                new_unit = e.max_lanes(top)
+                b.store(new_unit, highest)
+                e.store(new_unit, state)
+                factor = e.splat(e.exp_scalar(b.fsub(unit, new_unit)))
+                for place in (total, *(e.at(sums, 4 * d) for d in range(0, head_dim, LANES))):
+                    e.store(b.fmul(e.load(place), factor), place)
+            wide, added = e.splat(b.load(highest)), e.load(total)
+            weights = [e.exp(b.fsub(value, wide)) for value in values]
+            if visible is not None:
+                weights = [b.select(seen, weight, e.splat_const(0.0)) for seen, weight in zip(visible, weights)]
+            for weight in weights:
+                added = b.fadd(added, weight)
+            if in_pairs:
+                first = [e.upper_half(weight) for weight in weights]
+                for at, part in ((0, first), (2 * TILE, list(map(b.fsub, weights, first)))):
+                    for j in range(0, len(part), 2):
+                        e.store(e.both_to_bf16(part[j], part[j + 1]), e.at(scores, at + 32 * j), 2)
+            else:
+                for j, weight in enumerate(weights):
+                    e.store(weight, e.at(scores, 64 * j))
+            e.store(added, total)
+
+        is_whole = b.and_(b.icmp_signed("<=", low, e.const(0)), b.icmp_signed(">=", high, e.const(TILE)))
+        with b.if_else(is_whole) as (whole, part):
+            with whole:
+                emit_row(None)
+            with part:
+                low_lanes, high_lanes = (e.splat(b.trunc(x, I32)) for x in (low, high))
+                indices = [ir.Constant(INT_VECTOR, list(range(j, j + LANES))) for j in range(0, TILE, LANES)]
+                emit_row(
+                    [
+                        b.and_(b.icmp_signed(">=", index, low_lanes), b.icmp_signed("<", index, high_lanes))
+                        for index in indices
+                    ]
+                )
+
+    return void_intrinsic((_INT,) * 6 + (_FLOAT,), emit)
 
 
 def make_clear_row(head_dim: int) -> Any:
@@ -272,6 +295,30 @@ def make_clear_row(head_dim: int) -> Any:
         e.store(ir.Constant(FLOAT, 0.0), e.at(state, 4))
 
     return void_intrinsic((_INT, _INT), emit)
+
+
+# _add_up(total, state): the 16 sums of weights of a row as one, into its state.
+_add_up = void_intrinsic((_INT, _INT), lambda e, total, state: e.store(e.sum_lanes(e.load(total)), e.at(state, 4)))
+
+
+def make_begin_rows(tag: str, head_dim: int) -> Any:
+    """begin_rows(rows, sums, states, totals): before the first tile of a segment."""
+    clear_row, head_bytes = make_clear_row(head_dim), 4 * head_dim
+
+    @named(tag)
+    def begin_rows(rows, sums, states, totals):
+        zero_bytes(totals, LINE * rows)
+        for r in range(rows):
+            clear_row(sums + r * head_bytes, states + 8 * r)
+
+    return begin_rows
+
+
+@jit
+def end_rows(rows, states, totals):
+    """After the last tile of a segment."""
+    for r in range(rows):
+        _add_up(totals + LINE * r, states + 8 * r)
 
 
 def make_merge_row(head_dim: int) -> Any:

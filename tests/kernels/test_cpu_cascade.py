@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from ragged_cases import Case, Row, make_case
-from test_paged_attention import assert_right, run, tolerance
+from test_paged_attention import assert_right, run
 
 pytestmark = needs_cpu_ffi
 
@@ -38,7 +38,7 @@ def check(spec: AttentionSpec, rows: list[Row], groups, page_size: int, kind: st
     for group in groups:
         give_same_prefix(case, *group)
     alone, pages = run(case, "cpu_ffi")
-    assert_right(case, alone, pages, tolerance(case, "cpu_ffi"))
+    assert_right(case, alone, pages)
     together, _ = run(share(case, groups), "cpu_ffi")
     np.testing.assert_array_equal(together, alone)
 
