@@ -40,7 +40,7 @@ assert not has_wide_vectors()
 spec = AttentionSpec(6, 2, 32, 0.2, sliding_window=50, logit_softcap=5.0, has_sinks=True)
 for page_dtype in ("bfloat16", "fp8"):
     case = make_case(np.random.default_rng(0), spec, [Row(300, 1), Row(70, 1), Row(40, 37)], 16, page_dtype)
-    assert_right(case, *run(case, "cpu_ffi"), 2e-5)
+    assert_right(case, *run(case, "cpu_ffi"))
 x = np.random.default_rng(1).standard_normal((3, 96)).astype(np.float32)
 w = jnp.asarray(np.random.default_rng(2).standard_normal((50, 96)), jnp.bfloat16)
 rounded = np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(np.float64)
