@@ -61,13 +61,14 @@ def run(case: Case, backend: str, *, deterministic: bool = False) -> tuple[np.nd
 
 
 def assert_right(case: Case, out: np.ndarray, pages: np.ndarray) -> None:
-    """The error is relative to the largest value; the oracle reads the rounded pages, so only sums differ."""
+    """The error is relative to the largest value; the oracle reads the rounded pages, so only sums differ, and for
+    pages in bfloat16 queries and weights of two such numbers each."""
     expected = case.oracle()
     total = sum(row.new for row in case.rows)
     assert np.isfinite(out).all()
     assert not out[total:].any()
     error = np.abs(out - expected).max() / max(np.abs(expected).max(), 1e-6)
-    assert error <= 2e-5, f"relative error {error:.2e}"
+    assert error <= (5e-5 if case.page_dtype == "bfloat16" else 2e-5), f"relative error {error:.2e}"
     assert pages.tobytes() == case.written_pages().tobytes()
 
 
