@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -60,6 +62,10 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(params, f"{prefix}.q_norm", q_size, eps=eps) if has_norms else None
         self.k_norm = RMSNorm(params, f"{prefix}.k_norm", k_size, eps=eps) if has_norms else None
         self.sinks = nnx.Param(params.vector(f"{prefix}.sinks", heads)) if config.has_sinks else None
+
+    def input_dtype(self, num_rows: int) -> Any:
+        """As Linear has it."""
+        return self.qkv.input_dtype(num_rows)
 
     def __call__(
         self, x: jax.Array, pages: Pages, batch: RaggedBatch, rotation: Rotation | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -15,6 +16,7 @@ from jaxserve.models.rope import Rotation, rotation
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.pages import LayerSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.pallas_kernels.rms_norm.api import add_rms_norm
 
 
 class DecoderLayer(nnx.Module):
@@ -23,6 +25,8 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, params: Parameters, prefix: str, config: ModelConfig, layer: LayerConfig, options: RuntimeOptions
     ) -> None:
+        self.matmul = options.matmul
+
         def norm(slot: str, is_there: bool) -> RMSNorm | None:
             if not is_there:
                 return None
@@ -49,14 +53,29 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = norm("mlp_post_norm", config.has_post_norms)
 
     def __call__(
-        self, x: jax.Array, pages: Pages, batch: RaggedBatch, rotation: Rotation | None
-    ) -> tuple[jax.Array, Pages]:
-        """x [T, hidden] float32 -> (the same shape, updated pages of this layer)."""
-        out, pages = self.attention(_apply(self.attention_norm, x), pages, batch, rotation)
-        x = x + _apply(self.attention_post_norm, out)
-        normed = _apply(self.mlp_norm, x)
+        self, x: jax.Array, change: jax.Array | None, pages: Pages, batch: RaggedBatch, rotation: Rotation | None
+    ) -> tuple[jax.Array, jax.Array, Pages]:
+        """x and what is still to be added to it, [T, hidden] float32 -> the same, and updated pages of this layer.
+
+        Sums are left to whoever needs them, since sum and norm are one pass over memory.
+        """
+        x, normed = self._add_and_norm(self.attention_norm, x, change, self.attention)
+        out, pages = self.attention(normed, pages, batch, rotation)
+        x, normed = self._add_and_norm(self.mlp_norm, x, _apply(self.attention_post_norm, out), self.mlp)
         out = self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed)
-        return x + _apply(self.mlp_post_norm, out), pages
+        return x, _apply(self.mlp_post_norm, out), pages
+
+    def _add_and_norm(
+        self, norm: RMSNorm | None, x: jax.Array, change: jax.Array | None, then: nnx.Module
+    ) -> tuple[jax.Array, jax.Array]:
+        """x + change, and its norm in the type that the block `then` takes."""
+        if change is None:
+            return x, _apply(norm, x)
+        if norm is None:
+            return x + change, x + change
+        dtype = then.input_dtype(x.shape[0]) if isinstance(then, (Attention, FeedForward)) else jnp.float32
+        weight = norm.weight.get_value()
+        return add_rms_norm(x, change, weight, eps=norm.eps, backend=self.matmul, dtype=dtype)
 
 
 class Decoder(nnx.Module):
@@ -97,12 +116,12 @@ class Decoder(nnx.Module):
             x = self.embedding(inputs.token_ids)
             ropes = {layer.rope for layer in self.config.layers if layer.rope is not None}
             rotations = {rope: rotation(rope, inputs.batch.positions, is_long=self._is_long(rope)) for rope in ropes}
-            updated = []
+            updated, change = [], None
             for layer, described, layer_pages in zip(self.layers, self.config.layers, pages.layers, strict=True):
                 turn = None if described.rope is None else rotations[described.rope]
-                x, layer_pages = layer(x, layer_pages, inputs.batch, turn)
+                x, change, layer_pages = layer(x, change, layer_pages, inputs.batch, turn)
                 updated.append(layer_pages)
-        return x, KVPages(tuple(updated))
+        return x + change, KVPages(tuple(updated))
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [S, hidden] -> logits [S, vocab] float32."""

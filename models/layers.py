@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.parameters import Parameters
-from jaxserve.pallas_kernels.matmul.api import activate, gated_linear, linear, take_rows
+from jaxserve.pallas_kernels.matmul.api import activate, gated_linear, input_dtype, linear, take_rows
+from jaxserve.pallas_kernels.rms_norm.reference import rms_norm
 from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
-
-_LEAST_ROWS = 8  # of a reduction, below which XLA:CPU sums a row in another order
-
-
-def mean_square(x: jax.Array) -> jax.Array:
-    """[..., K] -> [..., 1]: the mean of the squares, with the same bits for a row however many there are."""
-    rows = x.reshape(-1, x.shape[-1])
-    num_rows = rows.shape[0]
-    padded = jnp.pad(rows, ((0, max(0, _LEAST_ROWS - num_rows)), (0, 0)))
-    return jnp.mean(padded * padded, axis=-1)[:num_rows].reshape(*x.shape[:-1], 1)
 
 
 class Linear(nnx.Module):
@@ -47,11 +39,15 @@ class Linear(nnx.Module):
         self.mesh = options.mesh if splits_columns else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, in] -> [T, out]."""
+        """x [T, in] float32, or in input_dtype(T), -> [T, out] float32."""
         out = linear(x, self.weight.get_value(), backend=self.backend)
         if self.mesh is not None:
             out = sum_over_tensor(out, self.mesh)
         return out if self.bias is None else out + self.bias.get_value()
+
+    def input_dtype(self, num_rows: int) -> Any:
+        """The type in which whoever computes so many rows of x may hand them over: see matmul.api.input_dtype."""
+        return input_dtype(num_rows, self.weight.get_value(), backend=self.backend)
 
 
 class RMSNorm(nnx.Module):
@@ -62,7 +58,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x * jax.lax.rsqrt(mean_square(x) + self.eps) * self.weight.get_value()
+        return rms_norm(x, self.weight.get_value(), eps=self.eps)
 
 
 class Embedding(nnx.Module):
@@ -128,10 +124,15 @@ class FeedForward(nnx.Module):
         )
         self.activation = activation
 
+    def input_dtype(self, num_rows: int) -> Any:
+        """As Linear has it."""
+        return self.gate_up.input_dtype(num_rows)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate_up.bias is None:
             weight, backend = self.gate_up.weight.get_value(), self.gate_up.backend
-            return self.down(gated_linear(x, weight, activation=self.activation, backend=backend))
+            dtype = self.down.input_dtype(x.shape[0])
+            return self.down(gated_linear(x, weight, activation=self.activation, backend=backend, dtype=dtype))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(activate(gate, self.activation) * up)
 

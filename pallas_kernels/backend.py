@@ -16,7 +16,8 @@ ATTENTION_BACKENDS = ("cpu_ffi", "xla", "reference", "mosaic", "interpret")
 # tiles of bfloat16 where a CPU can, and has other kernels for few rows elsewhere, and for experts; cpu_tiles has no
 # such others, so that nothing depends on the number of rows. cpu_int8 is cpu_ffi, but rounds the inputs of more than a
 # few rows to 8 bits where weights are quantised.
-MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8", "xla", "mosaic", "interpret")
+CPU_MATMUL_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8")
+MATMUL_BACKENDS = (*CPU_MATMUL_BACKENDS, "xla", "mosaic", "interpret")
 
 
 @functools.cache

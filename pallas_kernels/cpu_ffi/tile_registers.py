@@ -48,8 +48,8 @@ class Tiles:
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
         self._call("tileloadd64", ir.Constant(I8, tile), self._pointer(address), stride)
 
-    def store(self, tile: int, address: ir.Value, stride: int) -> None:
-        self._call("tilestored64", ir.Constant(I8, tile), self._pointer(address), self.e.const(stride))
+    def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
+        self._call("tilestored64", ir.Constant(I8, tile), self._pointer(address), stride)
 
     def multiply_add(self, sums: int, w: int, x: int) -> None:
         self._call("tdpbf16ps", *(ir.Constant(I8, tile) for tile in (sums, w, x)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxserve.pallas_kernels.backend import MATMUL_BACKENDS
+from jaxserve.pallas_kernels.backend import CPU_MATMUL_BACKENDS, MATMUL_BACKENDS
 from jaxserve.pallas_kernels.matmul.planar import expand, take_planar_rows
 from jaxserve.pallas_kernels.matmul.quantized import (
     BLOCK,
@@ -25,12 +26,11 @@ from jaxserve.pallas_kernels.matmul.quantized import (
 _MIN_XLA_ROWS = 4
 # Up to which products with an expanded copy, where the CPU multiplies bfloat16, are as fast and exacter.
 _BYTE_ROWS = 16
-_CPU_BACKENDS = ("cpu_ffi", "cpu_tiles", "cpu_int8")
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
-    """x [T, K] float32 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
+    """x [T, K] float32 or bfloat16 times w [N, K] (float32 or bfloat16) -> [T, N] float32.
 
     With bfloat16 weights x is rounded to bfloat16 and products are summed in float32. Quantised weights are expanded
     for each product, to bfloat16 unless they ask for float32, or taken from the expanded copy of a DoubleWeight. Planar
@@ -47,8 +47,7 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         raise ValueError(f"matmul backend: got {backend!r}; allowed: {', '.join(MATMUL_BACKENDS)}")
     if x.ndim != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"linear: got x {x.shape} and w {w.shape}; allowed: [tokens, in] and [out, in]")
-    if isinstance(w, DoubleWeight):
-        return linear(x, w.stored if _takes_blocks(x, w.stored, backend) else w.dense, backend=backend)
+    w = _only_form(x.shape[0], w, backend)
     if isinstance(w, JoinedWeight):
         return jnp.concatenate([linear(x, part, backend=backend) for part in w.parts], axis=1)
     if isinstance(w, QuantizedWeight):
@@ -57,34 +56,46 @@ def linear(x: jax.Array, w: AnyWeight, *, backend: str) -> jax.Array:
         return _linear_planar(x, w, backend)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w: got dtype {w.dtype}; allowed: float32, bfloat16")
-    if backend in _CPU_BACKENDS and x.shape[0]:
+    if backend in CPU_MATMUL_BACKENDS and x.shape[0]:
         # Loaded only here: they need numba, which other platforms do without.
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
         if cpu_ffi_tiles.fits(w):
-            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
+            return cpu_ffi_tiles.linear_tiles(x, w)
         most = 0 if backend == "cpu_tiles" else cpu_ffi.MAX_ROWS[w.dtype.name]
         if x.shape[0] <= most and x.shape[1] and x.shape[1] % cpu_ffi.STEP == 0:
             return cpu_ffi.linear_cpu(x.astype(jnp.float32), w)
     return linear_xla(x, w)
 
 
-def gated_linear(x: jax.Array, w: AnyWeight, *, activation: str, backend: str) -> jax.Array:
-    """activation(x @ gate.T) * (x @ up.T) -> [T, N] float32, for w [2 N, K] that holds gate and, below it, up.
+def gated_linear(x: jax.Array, w: AnyWeight, *, activation: str, backend: str, dtype: Any = jnp.float32) -> jax.Array:
+    """activation(x @ gate.T) * (x @ up.T) -> [T, N] in `dtype`, for w [2 N, K] that holds gate and, below it, up.
 
-    activation: as `activate` has them. Types, backend and errors as in `linear`.
+    activation: as `activate` has them. Types, backend and errors as in `linear`. dtype: float32, or bfloat16 where
+    `input_dtype` says so.
     """
-    if backend in _CPU_BACKENDS and x.ndim == 2 and x.shape[0] and x.shape[1:] == w.shape[1:]:
+    if backend in CPU_MATMUL_BACKENDS and x.ndim == 2 and x.shape[0] and x.shape[1:] == w.shape[1:]:
         # Loaded only here: they need numba, which other platforms do without.
         from jaxserve.pallas_kernels.matmul import cpu_ffi_tiles
 
-        if isinstance(w, DoubleWeight):
-            w = w.stored if _takes_blocks(x, w.stored, backend) else w.dense
-        in_bytes = _takes_bytes(x, w, backend)
+        w = _only_form(x.shape[0], w, backend)
+        in_bytes = _takes_bytes(x.shape[0], w, backend)
         if activation in _ACTIVATIONS and cpu_ffi_tiles.fits_gated(w, in_bytes=in_bytes):
-            return cpu_ffi_tiles.linear_gated(x.astype(jnp.float32), w, activation, in_bytes=in_bytes)
+            return cpu_ffi_tiles.linear_gated(x, w, activation, dtype, in_bytes=in_bytes)
     gate, up = jnp.split(linear(x, w, backend=backend), 2, axis=-1)
-    return activate(gate, activation) * up
+    return (activate(gate, activation) * up).astype(dtype)
+
+
+def input_dtype(num_rows: int, w: AnyWeight, *, backend: str) -> Any:
+    """bfloat16 if `linear` of so many rows begins with rounding them to it and takes them as well in that type: then
+    whoever computes them may round them already, for the same result. Else float32."""
+    if backend in CPU_MATMUL_BACKENDS and num_rows:
+        from jaxserve.pallas_kernels.matmul import cpu_ffi_tiles
+
+        w = _only_form(num_rows, w, backend)
+        if all(cpu_ffi_tiles.takes_bfloat16(num_rows, part) for part in getattr(w, "parts", (w,))):
+            return jnp.bfloat16
+    return jnp.float32
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
@@ -94,24 +105,31 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     return _ACTIVATIONS[name](x)
 
 
-def _takes_blocks(x: jax.Array, w: AnyWeight, backend: str) -> bool:
+def _only_form(num_rows: int, w: AnyWeight, backend: str) -> AnyWeight:
+    """Of a weight that is kept twice what a product with so many rows takes; others as they are."""
+    if not isinstance(w, DoubleWeight):
+        return w
+    return w.stored if _takes_blocks(num_rows, w.stored, backend) else w.dense
+
+
+def _takes_blocks(num_rows: int, w: AnyWeight, backend: str) -> bool:
     """Whether so few rows are better off with the blocks than with a copy in bfloat16."""
     if backend in ("mosaic", "interpret"):
-        return _fits_planar(x)
-    if backend not in _CPU_BACKENDS:
+        return _fits_planar(num_rows)
+    if backend not in CPU_MATMUL_BACKENDS:
         return False
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot, has_bf16_tiles
     from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
     copied = _BYTE_ROWS if has_bf16_dot() else 0
-    if x.shape[0] > copied and all(_takes_bytes(x, part, backend) for part in getattr(w, "parts", (w,))):
+    if num_rows > copied and all(_takes_bytes(num_rows, part, backend) for part in getattr(w, "parts", (w,))):
         return True
     if has_bf16_tiles() and all(cpu_ffi_tiles.fits(part) for part in getattr(w, "parts", (w,))):
         return True  # expanding in the cache, beside the multiplication, costs less than reading the copy
-    return backend != "cpu_tiles" and x.shape[0] <= cpu_ffi.BLOCK_ROWS
+    return backend != "cpu_tiles" and num_rows <= cpu_ffi.BLOCK_ROWS
 
 
-def _takes_bytes(x: jax.Array, w: AnyWeight, backend: str) -> bool:
+def _takes_bytes(num_rows: int, w: AnyWeight, backend: str) -> bool:
     """Whether x may be rounded to 8 bits, and that is worth it: few rows cost what reading the weight costs, and tile
     registers are faster with bfloat16."""
     if backend != "cpu_int8":
@@ -119,34 +137,34 @@ def _takes_bytes(x: jax.Array, w: AnyWeight, backend: str) -> bool:
     from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
     from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_tiles
 
-    return x.shape[0] > cpu_ffi.BLOCK_ROWS and cpu_ffi_tiles.fits_bytes(w) and not has_bf16_tiles()
+    return num_rows > cpu_ffi.BLOCK_ROWS and cpu_ffi_tiles.fits_bytes(w) and not has_bf16_tiles()
 
 
 def _linear_quantized(x: jax.Array, w: QuantizedWeight, backend: str) -> jax.Array:
-    if backend in _CPU_BACKENDS and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
+    if backend in CPU_MATMUL_BACKENDS and x.shape[0] and x.shape[1] and x.shape[1] % BLOCK == 0:
         from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_tiles
         from jaxserve.pallas_kernels.matmul import cpu_ffi, cpu_ffi_quantized, cpu_ffi_tiles
 
-        if _takes_bytes(x, w, backend):
-            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w, in_bytes=True)
+        if _takes_bytes(x.shape[0], w, backend):
+            return cpu_ffi_tiles.linear_tiles(x, w, in_bytes=True)
         few = 0 if has_bf16_tiles() or backend == "cpu_tiles" else cpu_ffi.BLOCK_ROWS
         if cpu_ffi_tiles.fits(w) and x.shape[0] > few:
-            return cpu_ffi_tiles.linear_tiles(x.astype(jnp.float32), w)
+            return cpu_ffi_tiles.linear_tiles(x, w)
         if backend != "cpu_tiles" and x.shape[0] <= cpu_ffi_quantized.MAX_ROWS:
             return cpu_ffi_quantized.linear_cpu_quantized(x.astype(jnp.float32), w)
         return linear(x, cpu_ffi_quantized.expand_cpu(w), backend=backend)
     return linear(x, dequantize(w).astype(w.expanded), backend=backend)
 
 
-def _fits_planar(x: jax.Array) -> bool:
+def _fits_planar(num_rows: int) -> bool:
     # Loaded only here: it needs JAX 0.12.
     from jaxserve.pallas_kernels.matmul.mosaic import MAX_ROWS
 
-    return 0 < x.shape[0] <= MAX_ROWS
+    return 0 < num_rows <= MAX_ROWS
 
 
 def _linear_planar(x: jax.Array, w: PlanarWeight, backend: str) -> jax.Array:
-    if backend in ("mosaic", "interpret") and _fits_planar(x):
+    if backend in ("mosaic", "interpret") and _fits_planar(x.shape[0]):
         from jaxserve.pallas_kernels.matmul.mosaic import quant_matmul_mosaic
         from jaxserve.pallas_kernels.mosaic.interpreter import interpreter_params
 

@@ -53,8 +53,8 @@ def make_product(
     SCRATCH_BYTES. fetch_step bytes are fetched ahead per step. With expand_tile w is as stored, which is for tile
     registers alone, else what `dots` takes: bfloat16 if None.
 
-    With an activation (not in registers), of the first tile, y is it times the second tile, of which there is always
-    one; then fetch_step bytes are fetched of what comes behind each.
+    With an activation, of the first tile, y is it times the second tile, of which there is always one; then fetch_step
+    bytes are fetched of what comes behind each.
     """
 
     def emit(
@@ -75,9 +75,12 @@ def make_product(
         for (n, m), block in cases.items():
             b.position_at_end(block)
             if in_registers:
-                sums = _emit_sums(e, expand_tile, n, m, w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step)
+                sums = _emit_sums(
+                    e, expand_tile, n, m, w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step,
+                    is_gated=bool(activation),
+                )  # fmt: skip
                 for (output, row), tile in sums.items():
-                    Tiles(e).store(tile, e.at(scratch, (PAIR * output + row) * TILE_BYTES), LINE)
+                    Tiles(e).store(tile, e.at(scratch, (PAIR * output + row) * TILE_BYTES), e.const(LINE))
             else:
                 arguments = w, apart, w_stride, x, x_stride, k, scratch, fetch, fetch_step
                 is_half = b.icmp_signed("<=", rows, e.const(LANES // 2)) if m == 1 else ir.Constant(I1, 0)
@@ -95,25 +98,32 @@ def make_product(
     return void_intrinsic((types.intp,) * 14, emit)
 
 
-def make_product_of_one(expand_tile: ExpandTile | None) -> Any:
-    """product(outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step): as _make_product's, for one row of x, which
-    lies there as bfloat16, in tiles configured for one column. Neither x nor the sums have to be transposed."""
+def make_product_of_one(expand_tile: ExpandTile | None, activation: str = "") -> Any:
+    """product(outputs, w, apart, w_stride, x, k, y, scratch, fetch, fetch_step): as make_product's, for one row of x,
+    which lies there as bfloat16, in tiles configured for one column. Neither x nor the sums have to be transposed."""
 
-    def emit(e: Emitter, outputs, w, w_stride, x, k, y, scratch, fetch, fetch_step) -> None:
+    def emit(e: Emitter, outputs, w, apart, w_stride, x, k, y, scratch, fetch, fetch_step) -> None:
         b = e.b
         done = b.append_basic_block("product.done")
-        cases = {n: b.append_basic_block(f"product.{n}") for n in (1, PAIR)}
-        b.switch(outputs, cases[PAIR]).add_case(e.const(1), cases[1])
+        cases = {n: b.append_basic_block(f"product.{n}") for n in ((PAIR,) if activation else (1, PAIR))}
+        switch = b.switch(outputs, cases[PAIR])
+        if not activation:
+            switch.add_case(e.const(1), cases[1])
         for n, block in cases.items():
             b.position_at_end(block)
-            apart = b.mul(w_stride, e.const(ROWS))
-            sums = _emit_sums(e, expand_tile, n, 1, w, apart, w_stride, x, None, k, scratch, fetch, fetch_step)
+            sums = _emit_sums(
+                e, expand_tile, n, 1, w, apart, w_stride, x, None, k, scratch, fetch, fetch_step,
+                is_gated=bool(activation),
+            )  # fmt: skip
             for (output, _), tile in sums.items():
-                Tiles(e).store(tile, e.at(y, output * LINE), 4)
+                Tiles(e).store(tile, e.at(scratch if activation else y, output * LINE), e.const(4))
+            if activation:
+                gate, factor = (e.load(e.at(scratch, output * LINE)) for output in range(PAIR))
+                e.store(b.fmul(emit_activation(e, activation, gate), factor), y)
             b.branch(done)
         b.position_at_end(done)
 
-    return void_intrinsic((types.intp,) * 9, emit)
+    return void_intrinsic((types.intp,) * 10, emit)
 
 
 def _emit_sums(
@@ -130,9 +140,11 @@ def _emit_sums(
     scratch: ir.Value,
     fetch: ir.Value,
     fetch_step: ir.Value,
+    *,
+    is_gated: bool,
 ) -> dict[tuple[int, int], int]:
     """w @ x.T of `outputs` tiles of weights and `blocks` of x. Returns the register of each tile of sums. Without
-    x_stride x is a single row."""
+    x_stride x is a single row. is_gated: fetch_step bytes are fetched behind each tile of weights, else in all."""
     b, tiles = e.b, Tiles(e)
     sums = {(n, m): PAIR * n + m for n in range(outputs) for m in range(blocks)}
     w_tiles, x_tiles = W_TILES[:outputs], X_TILES[:blocks]
@@ -159,8 +171,11 @@ def _emit_sums(
         w_offset, x_offset = b.mul(i, e.const(2)), b.mul(i, e.const(2 * columns))
         for tile, start in zip(x_tiles, x_starts):
             tiles.load(tile, b.add(start, x_offset), e.const(4 * columns))
+        fetched = b.add(fetch, b.mul(count, fetch_step))
         with emit_loop(e, 0, fetch_step, LINE) as (line, _):
-            e.prefetch(b.add(b.add(fetch, b.mul(count, fetch_step)), line))
+            e.prefetch(b.add(fetched, line))
+            if is_gated:
+                e.prefetch(b.add(b.add(fetched, apart), line))
         following = b.add(i, e.const(STEP))
         is_more = b.icmp_signed("<", following, k)
         for n, start in enumerate(w_starts):

@@ -44,6 +44,7 @@ from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_dots
 from jaxserve.pallas_kernels.matmul import cpu_ffi_byte_tiles as byte_tiles
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi_few_rows import FEW_ROWS, make_product_of_few
+from jaxserve.pallas_kernels.matmul.cpu_ffi_panels import fits_panels, linear_panels
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
     PAIR,
     SCRATCH_BYTES,
@@ -65,30 +66,47 @@ _PACKED, _SPACE = 64, 128
 
 
 def linear_tiles(x: jax.Array, w: jax.Array | QuantizedWeight, *, in_bytes: bool = False) -> jax.Array:
-    """x [T, K] float32, rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`. in_bytes: x is
-    rounded to 8 bits instead, for weights that `fits_bytes`."""
+    """x [T, K], rounded to bfloat16, times w [N, K] -> [T, N] float32, for weights that `fits`. in_bytes: x is rounded
+    to 8 bits instead, for weights that `fits_bytes`."""
+    if not in_bytes and takes_panels(x.shape[0], w):
+        return linear_panels(x, w)
     return _call(x, w, w.shape[0], "", in_bytes)
 
 
-def linear_gated(x: jax.Array, w: jax.Array | QuantizedWeight, activation: str, *, in_bytes: bool = False) -> jax.Array:
-    """activation(x @ g.T) * (x @ u.T) [T, N] float32, for w [2 N, K] that `fits_gated`: g, and u below it."""
-    return _call(x, w, w.shape[0] // 2, activation, in_bytes)
+def linear_gated(
+    x: jax.Array, w: jax.Array | QuantizedWeight, activation: str, dtype: Any = jnp.float32, *, in_bytes: bool = False
+) -> jax.Array:
+    """activation(x @ g.T) * (x @ u.T) [T, N] in `dtype`, for w [2 N, K] that `fits_gated`: g, and u below it."""
+    if not in_bytes and takes_panels(x.shape[0], w):
+        return linear_panels(x, w, activation, dtype)
+    return _call(x, w, w.shape[0] // 2, activation, in_bytes).astype(dtype)
 
 
 def _call(x: jax.Array, w: jax.Array | QuantizedWeight, outputs: int, activation: str, in_bytes: bool) -> jax.Array:
     is_dense = not isinstance(w, QuantizedWeight)
     handler = _handler("bfloat16" if is_dense else w.kind, activation, in_bytes=in_bytes)
     call = jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32))
-    return call(x, w if is_dense else w.codes)
+    return call(x.astype(jnp.float32), w if is_dense else w.codes)
+
+
+def takes_panels(num_rows: int, w: jax.Array | QuantizedWeight) -> bool:
+    """Whether a product with a weight that `fits` is one of many rows in tile registers."""
+    return has_bf16_tiles() and fits_panels(num_rows, w)
+
+
+def takes_bfloat16(num_rows: int, w: object) -> bool:
+    """Whether x may be bfloat16 as well."""
+    return isinstance(w, (jax.Array, QuantizedWeight)) and fits(w) and takes_panels(num_rows, w)
 
 
 def fits_gated(w: object, *, in_bytes: bool = False) -> bool:
-    """Whether linear_gated takes a weight. Not in tile registers, from which the sums of a single row are stored, and
-    quantised weights only in bytes."""
+    """Whether linear_gated takes a weight: quantised ones in bytes or where there are tile registers, since elsewhere a
+    few rows are multiplied by other kernels."""
+    if not isinstance(w, (jax.Array, QuantizedWeight)) or len(w.shape) != 2 or w.shape[0] % (2 * ROWS) != 0:
+        return False
     if in_bytes:
-        return fits_bytes(w) and w.shape[0] % (2 * ROWS) == 0
-    is_dense = isinstance(w, jax.Array) and w.ndim == 2
-    return is_dense and fits(w) and w.shape[0] % (2 * ROWS) == 0 and not has_bf16_tiles()
+        return fits_bytes(w)
+    return fits(w) and (isinstance(w, jax.Array) or has_bf16_tiles())
 
 
 def fits(w: jax.Array | QuantizedWeight) -> bool:
@@ -210,7 +228,7 @@ def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arith
         product = make_product(None, in_registers=False, activation=activation)
         return _Arithmetic(*layout, product, product_of_few=make_product_of_few(activation))
     expand_tile = None if is_dense else make_expand_tile(kind)
-    product = make_product(None, in_registers=True)
+    product = make_product(None, in_registers=True, activation=activation)
     configure_one = void_intrinsic((), lambda e: Tiles(e).configure(1))
 
     @named(name)
@@ -220,8 +238,9 @@ def _make_arithmetic(name: str, kind: str, activation: str, form: str) -> _Arith
         else:
             configure_tiles()
 
-    of_stored = product if is_dense else make_product(expand_tile, in_registers=True)
-    return _Arithmetic(*layout, product, begin, release_tiles, of_stored, make_product_of_one(expand_tile))
+    of_stored = product if is_dense else make_product(expand_tile, in_registers=True, activation=activation)
+    of_one = make_product_of_one(expand_tile, activation)
+    return _Arithmetic(*layout, product, begin, release_tiles, of_stored, of_one)
 
 
 def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any, Any, Any]:
@@ -235,7 +254,7 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
         name, kind, activation, form
     )
     expand = or_nothing(expand, 5)
-    begin, end, product_of_stored, product_of_one, product_of_few = map(or_nothing, of_stored, (1, 0, 14, 9, 11))
+    begin, end, product_of_stored, product_of_one, product_of_few = map(or_nothing, of_stored, (1, 0, 14, 10, 11))
     # Rows of w for each column of y; those of the second kind lie below all of the first.
     per_output = 2 if activation else 1
     w_type, slab = BF16 if is_dense else U8, PAIR * ROWS // per_output  # outputs computed together
@@ -309,7 +328,7 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
                     following_output = frames.first_output(plan, following) if following < num_items else n
                 ahead = w + following_output * stored
                 if has_stored and rows == 1:
-                    product_of_one(tiles, weights, stored, packed, k, y, scratch, ahead, fetch_step)
+                    product_of_one(tiles, weights, apart, stored, packed, k, y, scratch, ahead, fetch_step)
                     continue
                 if has_stored and not is_dense and turns == 1:
                     product_of_stored(

@@ -149,7 +149,7 @@ def make_score_block(head_dim: int) -> Any:
             lefts = [e.at(group, step * LINE) for group in groups]
             _emit_products(e, lefts, row_bytes, e.at(queries, 2 * step * TILE_BYTES))
         for i, tile in enumerate(_SUMS):
-            tiles.store(tile, e.at(scores, i * TILE_BYTES), LINE)
+            tiles.store(tile, e.at(scores, i * TILE_BYTES), e.const(LINE))
 
     return void_intrinsic((_INT,) * 4, emit)
 
@@ -173,7 +173,7 @@ def make_add_values(head_dim: int) -> Any:
                 lefts = [e.at(values, half * head_dim * LINE + place) for place in places]
                 _emit_products(e, lefts, LINE, e.at(weights, 2 * half * TILE_BYTES))
             for tile, place in zip(_SUMS, places):
-                tiles.store(tile, e.at(sums, place), LINE)
+                tiles.store(tile, e.at(sums, place), e.const(LINE))
 
     return void_intrinsic((_INT,) * 5, emit)
 

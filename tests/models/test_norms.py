@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jaxserve.models.layers import mean_square
+from jaxserve.pallas_kernels.rms_norm.reference import mean_square
 
 
 @pytest.mark.parametrize("size", [64, 576, 640, 2048])
