@@ -11,10 +11,11 @@ from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.layers import Linear, RMSNorm
 from jaxserve.models.parameters import Parameters
-from jaxserve.models.rope import Rotation, rotate
+from jaxserve.models.rope import Rotation
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec, paged_attention
 from jaxserve.pallas_kernels.paged_attention.quantized_pages import Pages
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.pallas_kernels.rotary.api import rotate_heads
 
 
 def attention_spec(config: ModelConfig, layer: LayerConfig) -> AttentionSpec:
@@ -56,11 +57,11 @@ class Attention(nnx.Module):
             has_bias=config.has_o_bias,
             splits_columns=True,
         )
-        self.qk_norm, self.qkv_clip, eps = config.qk_norm, config.qkv_clip, config.rms_norm_eps
+        self.qk_norm, self.qkv_clip, self.eps = config.qk_norm, config.qkv_clip, config.rms_norm_eps
         q_size, k_size = (head_dim, head_dim) if self.qk_norm == "per_head" else (heads * head_dim, kv_heads * head_dim)
         has_norms = self.qk_norm != "none"
-        self.q_norm = RMSNorm(params, f"{prefix}.q_norm", q_size, eps=eps) if has_norms else None
-        self.k_norm = RMSNorm(params, f"{prefix}.k_norm", k_size, eps=eps) if has_norms else None
+        self.q_norm = RMSNorm(params, f"{prefix}.q_norm", q_size, eps=self.eps) if has_norms else None
+        self.k_norm = RMSNorm(params, f"{prefix}.k_norm", k_size, eps=self.eps) if has_norms else None
         self.sinks = nnx.Param(params.vector(f"{prefix}.sinks", heads)) if config.has_sinks else None
 
     def input_dtype(self, num_rows: int) -> Any:
@@ -72,9 +73,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Pages]:
         """x [T, hidden] -> ([T, hidden] float32, updated pages of this layer)."""
         spec, num_tokens = self.spec, x.shape[0]
-        q, k, v = self._project(x)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k, v = self._project(x, rotation)
         out, pages = paged_attention(
             q,
             k,
@@ -90,8 +89,8 @@ class Attention(nnx.Module):
         )
         return self.out(out.reshape(num_tokens, spec.num_heads * spec.head_dim)), pages
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, hidden] -> q [T, H, D], k and v [T, KV, D], before the rotation."""
+    def _project(self, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, hidden] -> q [T, H, D], k and v [T, KV, D]."""
         spec, num_tokens = self.spec, x.shape[0]
         qkv, q_size = self.qkv(x), spec.num_heads * spec.head_dim
         if self.qk_norm == "full":
@@ -100,5 +99,16 @@ class Attention(nnx.Module):
         if self.qkv_clip:
             qkv = jnp.clip(qkv, -self.qkv_clip, self.qkv_clip)
         qkv = qkv.reshape(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        has_norms = self.qk_norm == "per_head"
+        if rotation is not None:
+            norms = (self.q_norm.weight.get_value(), self.k_norm.weight.get_value()) if has_norms else None
+            return rotate_heads(
+                qkv,
+                *rotation,
+                num_heads=spec.num_heads,
+                norm_weights=norms,
+                eps=self.eps,
+                backend=self.options.attention,
+            )
         q, k, v = jnp.split(qkv, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
-        return (self.q_norm(q), self.k_norm(k), v) if self.qk_norm == "per_head" else (q, k, v)
+        return (self.q_norm(q), self.k_norm(k), v) if has_norms else (q, k, v)

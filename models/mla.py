@@ -9,10 +9,11 @@ from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.contract import RuntimeOptions
 from jaxserve.models.layers import Linear, RMSNorm
 from jaxserve.models.parameters import Parameters
-from jaxserve.models.rope import Rotation, rotate
+from jaxserve.models.rope import Rotation
 from jaxserve.pallas_kernels.matmul.api import linear_per_head
 from jaxserve.pallas_kernels.mla_attention.api import MLASpec, mla_attention
 from jaxserve.pallas_kernels.ragged import RaggedBatch
+from jaxserve.pallas_kernels.rotary.reference import rotate
 
 
 class MLAAttention(nnx.Module):

@@ -73,23 +73,6 @@ def rotation(rope: RopeConfig, positions: jax.Array, *, is_long: bool = False) -
     return lax.platform_dependent(cpu=compute_once, default=compute)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interleaved: bool = False) -> jax.Array:
-    """x [T, heads, head_dim]: its first 2 * cos.shape[1] dimensions rotated, first half against second half.
-
-    is_interleaved: even against odd dimensions instead; they come out as halves, in queries and keys alike.
-    """
-    half = cos.shape[1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    if is_interleaved:
-        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    else:
-        first, second = x[..., :half], x[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x.shape[-1]:
-        parts.append(x[..., 2 * half :])
-    return jnp.concatenate(parts, axis=-1)
-
-
 def _stretch_llama3(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
     trained = rope.original_max_position_embeddings

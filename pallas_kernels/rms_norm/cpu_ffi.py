@@ -19,23 +19,11 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     data,
     dim,
     dtype,
-    free,
-    load_i64,
-    malloc,
-    num_threads,
     rank,
     ret,
-    store_i64,
 )
-from jaxserve.pallas_kernels.cpu_ffi.parallel import (
-    BAD_ARGUMENTS,
-    NO_MEMORY,
-    PLAN_HEAD,
-    PLAN_ITEMS,
-    PLAN_THREADS,
-    named,
-    register_handler,
-)
+from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
+from jaxserve.pallas_kernels.cpu_ffi.row_items import first_row, free_rows, plan_rows
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, VECTOR, Emitter, emit_loop, void_intrinsic
 from llvmlite import ir
@@ -44,9 +32,6 @@ from numba.core import cgutils
 
 _TOGETHER = 2  # vectors of a row whose squares are added up side by side: a multiply-add takes four cycles
 _STEP = _TOGETHER * LANES
-_THREAD_VALUES = 32768  # below which a second thread costs more than it saves
-_ITEM_VALUES = 8192
-_PER_ITEM = PLAN_HEAD  # of the plan, behind its head: rows of a work item
 _X, _Y, _WEIGHT, _EPS = range(4)
 
 
@@ -123,29 +108,15 @@ def _make_handler(name: str, rounds: bool) -> tuple[Any, Any, Any]:
             return BAD_ARGUMENTS
         if rank(eps) != 1 or dim(eps, 0) != 1 or dtype(eps) != F32:
             return BAD_ARGUMENTS
-        made = malloc(PLAN_HEAD + 8)
-        if made == 0:
-            return NO_MEMORY
-        per_item = max(_ITEM_VALUES // k, 1)
-        threads = max(1, min(num_threads(frame), rows * k // _THREAD_VALUES))
-        if threads == 1:
-            per_item = max(rows, 1)
-        store_i64(made, PLAN_ITEMS, (rows + per_item - 1) // per_item)
-        store_i64(made, PLAN_THREADS, threads)
-        store_i64(made, _PER_ITEM, per_item)
-        return made
+        return plan_rows(frame, rows, k)
 
     @named(name)
     def body(frame, plan, i, worker):
         x, y, weight = data(arg(frame, _X)), data(arg(frame, _Y)), data(arg(frame, _WEIGHT))
-        rows, k, per_item = dim(arg(frame, _X), 0), dim(arg(frame, _X), 1), load_i64(plan, _PER_ITEM)
+        k = dim(arg(frame, _X), 1)
         eps, total, out = data(arg(frame, _EPS)), data(ret(frame, 0)), data(ret(frame, 1))
-        for r in range(i * per_item, min((i + 1) * per_item, rows)):
+        for r in range(first_row(plan, i), first_row(plan, i + 1)):
             at = r * k * 4
             row(x + at, y + at, weight, eps, k, total + at, out + r * k * out_bytes)
 
-    @named(name)
-    def finish(frame, plan):
-        free(plan)
-
-    return plan, body, finish
+    return plan, body, free_rows

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxserve.models.config import RopeConfig
-from jaxserve.models.rope import rotate, rotation
+from jaxserve.models.rope import rotation
+from jaxserve.pallas_kernels.rotary.reference import rotate
 
 ROPE = RopeConfig(dim=32, theta=10000.0)
 
