@@ -13,6 +13,7 @@ what is rounded there would be rounded for the next product anyway, and takes ha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
     F32,
+    I64,
     U8,
     arg,
     atomic_add,
@@ -45,18 +47,25 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import (
 )
 from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_pairs
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import W_TILES, X_TILES, Tiles, configure_tiles, release_tiles
-from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, VECTOR, Emitter, emit_loop, void_intrinsic
+from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    LANES,
+    LOCALITY_SECOND_CACHE,
+    VECTOR,
+    Emitter,
+    emit_loop,
+    void_intrinsic,
+)
 from jaxserve.pallas_kernels.matmul import cpu_ffi_frame as frames
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import PAIR, emit_activation
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import SCALE_BYTES, make_expand_tile
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 MIN_ROWS = 96  # from which on turning the weights round costs less than turning the sums
 ROW_MULTIPLE = PAIR * ROWS
 OUTPUT_MULTIPLE = PAIR * ROWS  # of the weight's rows, gate and factor counted apart
-_PANEL_BYTES = 262144  # weights laid out at a time, which the second cache holds beside the rows that pass by
 _ITEM_BYTES = 65536  # weights in bfloat16 per work item, at least
 _SUMS_BYTES = PAIR * PAIR * TILE_BYTES
 _SPACE_BYTES, _BOTH_SUMS_BYTES = TILE_BYTES + SCALE_BYTES, 2 * _SUMS_BYTES
@@ -92,6 +101,11 @@ def _handler(kind: str, activation: str, *, is_rounded: bool, rounds: bool) -> s
     return register_handler(name, lambda: _make_handler(name, kind, activation, is_rounded, rounds))
 
 
+def _slab(activation: str) -> int:
+    """How many columns of y a panel makes."""
+    return ROWS if activation else PAIR * ROWS
+
+
 def _make_round() -> Any:
     """round(x, x_stride, k, target): ROWS rows of float32 as tiles of bfloat16, one for each STEP values."""
 
@@ -107,37 +121,55 @@ def _make_round() -> Any:
     return void_intrinsic((types.intp,) * 4, emit)
 
 
-def _make_lay_out(kind: str) -> Any:
-    """lay_out(w, w_stride, k, target, space): the weights of ROWS outputs as right matrices, one tile for each STEP
-    inputs; space has TILE_BYTES + SCALE_BYTES."""
+def _make_emit_panel_tile(kind: str) -> Callable[..., None]:
+    """emit(e, w, w_stride, i, k, target, space): the weights of ROWS outputs and STEP inputs, from i on, as a right
+    matrix. space has _SPACE_BYTES."""
     expand_tile = None if kind == "bfloat16" else make_expand_tile(kind)
+    halves = ir.VectorType(ir.IntType(16), LANES)
 
-    def emit(e: Emitter, w, w_stride, k, target, space) -> None:
+    def emit(e: Emitter, w, w_stride, i, k, target, space) -> None:
         b = e.b
-        halves = ir.VectorType(ir.IntType(16), LANES)
-        with emit_loop(e, 0, k, STEP) as (i, _):
-            if expand_tile is None:
-                lines, stride = b.add(w, b.mul(i, e.const(2))), w_stride
-            else:
-                lines, stride = space, e.const(LINE)
-                expand_tile(e, w, w_stride, i, k, lines, stride, e.at(space, TILE_BYTES))
-            starts = [b.add(lines, b.mul(stride, e.const(row))) for row in range(ROWS)]
-            rows = [(e.load(start, halves, 2), e.load(e.at(start, LINE // 2), halves, 2)) for start in starts]
-            emit_pairs(e, rows, b.add(target, b.mul(i, e.const(TILE_BYTES // STEP))))
+        lines, stride = b.add(w, b.mul(i, e.const(2))), w_stride
+        if expand_tile is not None:
+            lines, stride = space, e.const(LINE)
+            expand_tile(e, w, w_stride, i, k, lines, stride, e.at(space, TILE_BYTES))
+        starts = [b.add(lines, b.mul(stride, e.const(row))) for row in range(ROWS)]
+        rows = [(e.load(start, halves, 2), e.load(e.at(start, LINE // 2), halves, 2)) for start in starts]
+        emit_pairs(e, rows, target)
 
-    return void_intrinsic((types.intp,) * 5, emit)
+    return emit
 
 
-def _make_product(activation: str, rounds: bool) -> Any:
-    """product(panel, k, x, x_line, x_step, x_block, y, y_stride, sums, before, y_before): two blocks of ROWS rows times
-    the weights of two tiles of outputs, which lie one behind the other.
+def _make_lay_out(kind: str) -> Any:
+    """lay_out(w, apart, w_stride, k, panel, space): the panel of two tiles of outputs, the second's weights `apart`
+    bytes behind the first's."""
+    emit_tile = _make_emit_panel_tile(kind)
+
+    def emit(e: Emitter, w, apart, w_stride, k, panel, space) -> None:
+        b = e.b
+        column = b.mul(k, e.const(TILE_BYTES // STEP))
+        with emit_loop(e, 0, PAIR, 1) as (n, _), emit_loop(e, 0, k, STEP) as (i, _):
+            target = b.add(b.add(panel, b.mul(n, column)), b.mul(i, e.const(TILE_BYTES // STEP)))
+            emit_tile(e, b.add(w, b.mul(n, apart)), w_stride, i, k, target, space)
+
+    return void_intrinsic((types.intp,) * 6, emit)
+
+
+def _make_product(kind: str, activation: str, rounds: bool) -> Any:
+    """product(panel, k, x, x_line, x_step, x_block, y, y_stride, sums, before, y_before, w, apart, w_stride, following,
+    first, count, fetch, space): two blocks of ROWS rows times the weights of a panel.
 
     x_line, x_step, x_block: bytes from row to row, from STEP values to the next and from block to block. Without an
     activation sums go to y, else to `sums`, and those of another call, `before`, are finished to y_before unless that
-    is 0. Of y_stride apart are rows of y.
+    is 0. Rows of y are y_stride apart. Of the panel `following`, of weights w, `count` tiles from the one numbered
+    `first` are laid out, and `fetch` bytes behind each of its two tiles of outputs are fetched for each.
     """
+    emit_tile, slab = _make_emit_panel_tile(kind), _slab(activation)
 
-    def emit(e: Emitter, panel, k, x, x_line, x_step, x_block, y, y_stride, sums, before, y_before) -> None:
+    def emit(
+        e: Emitter, panel, k, x, x_line, x_step, x_block, y, y_stride, sums, before, y_before,
+        w, apart, w_stride, following, first, count, fetch, space,
+    ) -> None:  # fmt: skip
         b, tiles = e.b, Tiles(e)
         totals = {(n, m): PAIR * n + m for n in range(PAIR) for m in range(PAIR)}
         panels = [panel, b.add(panel, b.mul(k, e.const(TILE_BYTES // STEP)))]
@@ -145,6 +177,13 @@ def _make_product(activation: str, rounds: bool) -> Any:
         steps = b.udiv(k, e.const(STEP))
         num_before = b.select(b.icmp_signed("==", y_before, e.const(0)), e.const(0), e.const(PAIR * ROWS))
         per_step = b.udiv(b.add(steps, e.const(PAIR * ROWS - 1)), steps)
+        # A tile is laid out every `gap` steps, the next one in step `due`.
+        at_least_one = b.select(b.icmp_signed(">", count, e.const(0)), count, e.const(1))
+        gap = b.udiv(steps, at_least_one)
+        end = b.add(first, count)
+        number, due = cgutils.alloca_once(b, I64), cgutils.alloca_once(b, I64)
+        b.store(first, number)
+        b.store(e.const(0), due)
         for total in totals.values():
             tiles.zero(total)
         with emit_loop(e, 0, steps, 1) as (step, _):
@@ -155,11 +194,23 @@ def _make_product(activation: str, rounds: bool) -> Any:
             for (n, m), total in totals.items():
                 tiles.multiply_add(total, X_TILES[m], W_TILES[n])
             if activation:
-                first = b.mul(step, per_step)
-                last = b.add(first, per_step)
-                last = b.select(b.icmp_signed("<", last, num_before), last, num_before)
-                with emit_loop(e, first, last, 1) as (row, _):
+                row, row_end = b.mul(step, per_step), b.mul(b.add(step, e.const(1)), per_step)
+                row_end = b.select(b.icmp_signed("<", row_end, num_before), row_end, num_before)
+                with emit_loop(e, row, row_end, 1) as (row, _):
                     _emit_gated_row(e, activation, rounds, before, row, y_before, y_stride)
+            tile = b.load(number)
+            is_due = b.and_(b.icmp_signed("==", step, b.load(due)), b.icmp_signed("<", tile, end))
+            with b.if_then(is_due):
+                is_second = b.icmp_signed(">=", tile, steps)
+                column = b.add(w, b.select(is_second, apart, e.const(0)))
+                place = b.sub(tile, b.select(is_second, steps, e.const(0)))
+                target = b.add(following, b.mul(tile, e.const(TILE_BYTES)))
+                emit_tile(e, column, w_stride, b.mul(place, e.const(STEP)), k, target, space)
+                behind = b.add(b.add(column, b.mul(w_stride, e.const(slab))), b.mul(place, fetch))
+                with emit_loop(e, 0, fetch, LINE) as (line, _):
+                    e.prefetch(b.add(behind, line), locality=LOCALITY_SECOND_CACHE)
+                b.store(b.add(tile, e.const(1)), number)
+                b.store(b.add(step, gap), due)
         for (n, m), total in totals.items():
             if activation:
                 tiles.store(total, e.at(sums, (PAIR * n + m) * TILE_BYTES), e.const(LINE))
@@ -167,7 +218,7 @@ def _make_product(activation: str, rounds: bool) -> Any:
                 rows = b.add(y, b.mul(y_stride, e.const(m * ROWS)))
                 tiles.store(total, e.at(rows, n * LINE), y_stride)
 
-    return void_intrinsic((types.intp,) * 11, emit)
+    return void_intrinsic((types.intp,) * 19, emit)
 
 
 def _emit_gated_row(
@@ -195,12 +246,12 @@ def _make_finish(activation: str, rounds: bool) -> Any:
 
 def _make_handler(name: str, kind: str, activation: str, is_rounded: bool, rounds: bool) -> tuple[Any, Any, Any]:
     round_rows, lay_out = _make_round(), _make_lay_out(kind)
-    product, finish_sums = _make_product(activation, rounds), _make_finish(activation, rounds)
+    product, finish_sums = _make_product(kind, activation, rounds), _make_finish(activation, rounds)
     is_dense = kind == "bfloat16"
     w_type, x_type, y_type = BF16 if is_dense else U8, BF16 if is_rounded else F32, BF16 if rounds else F32
     block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
     per_output, y_bytes = 2 if activation else 1, 2 if rounds else 4
-    slab = PAIR * ROWS // per_output  # outputs computed together
+    slab = _slab(activation)
 
     @named(name)
     def stored_bytes(frame):
@@ -228,9 +279,8 @@ def _make_handler(name: str, kind: str, activation: str, is_rounded: bool, round
         if rows <= 0 or rows % (PAIR * ROWS) != 0 or outputs % slab != 0 or outputs <= 0:
             return BAD_ARGUMENTS
         blocks = 0 if is_rounded else rows // ROWS
-        panel_bytes = max(_PANEL_BYTES // (PAIR * ROWS * 2 * k), 1) * PAIR * ROWS * 2 * k
         threads = num_threads(frame)
-        raw = malloc(_SPACE + 64 + blocks * ROWS * 2 * k + threads * panel_bytes)
+        raw = malloc(_SPACE + 64 + blocks * ROWS * 2 * k + threads * 2 * PAIR * ROWS * 2 * k)
         if raw == 0:
             return NO_MEMORY
         made = (raw + 63) // 64 * 64
@@ -255,29 +305,31 @@ def _make_handler(name: str, kind: str, activation: str, is_rounded: bool, round
             x, x_line, x_step = frames.x_data(frame), 2 * k, 2 * STEP
         first = frames.first_output(plan, i - blocks)
         last = first + frames.item_outputs(plan, i - blocks)
-        stored, slab_bytes, x_block = stored_bytes(frame), PAIR * ROWS * 2 * k, ROWS * 2 * k
-        per_panel = max(_PANEL_BYTES // slab_bytes, 1) * slab
-        panel = load_i64(plan, _PANELS) + worker * (per_panel // slab) * slab_bytes
+        stored, x_block, panel_bytes = stored_bytes(frame), ROWS * 2 * k, PAIR * ROWS * 2 * k
+        panels = load_i64(plan, _PANELS) + worker * 2 * panel_bytes
         space, sums = stack(_SPACE_BYTES), stack(_BOTH_SUMS_BYTES)
-        apart = outputs if activation else ROWS  # outputs between the two tiles of a slab
-        w, y, y_stride = frames.w_data(frame), data(ret(frame, 0)), outputs * y_bytes
+        apart = (outputs if activation else ROWS) * stored  # between the two tiles of a panel
+        y, y_stride = data(ret(frame, 0)), outputs * y_bytes
+        turns, num_tiles = rows // (PAIR * ROWS), PAIR * (k // STEP)
+        per_turn = (num_tiles + turns - 1) // turns  # tiles of the next panel for each pair of blocks
+        lay_out(frames.w_data(frame) + first * stored, apart, stored, k, panels, space)
+        wait_for(plan + _ROUNDED, blocks)
         configure_tiles()
         turn, y_before = 0, 0
-        for begin in range(first, last, per_panel):
-            end = min(begin + per_panel, last)
-            for n in range(begin, end, slab):
-                for tile in range(PAIR):
-                    target = panel + (n - begin) // slab * slab_bytes + tile * ROWS * 2 * k
-                    lay_out(w + (n + tile * apart) * stored, stored, k, target, space)
-            wait_for(plan + _ROUNDED, blocks)
-            for m in range(0, rows, PAIR * ROWS):
-                for n in range(begin, end, slab):
-                    target = y + m * y_stride + n * y_bytes
-                    product(
-                        panel + (n - begin) // slab * slab_bytes, k, x + m * 2 * k, x_line, x_step, x_block,
-                        target, y_stride, sums + turn * _SUMS_BYTES, sums + (1 - turn) * _SUMS_BYTES, y_before,
-                    )  # fmt: skip
-                    turn, y_before = 1 - turn, target
+        for n in range(first, last, slab):
+            is_odd = (n - first) // slab % 2
+            panel, following = panels + is_odd * panel_bytes, panels + (1 - is_odd) * panel_bytes
+            w = frames.w_data(frame) + (n + slab) * stored
+            fetch = ROWS * stored // (k // STEP) if n + 2 * slab < last else 0
+            for m in range(turns):
+                tile = min(m * per_turn, num_tiles) if n + slab < last else num_tiles
+                target = y + m * PAIR * ROWS * y_stride + n * y_bytes
+                product(
+                    panel, k, x + m * PAIR * x_block, x_line, x_step, x_block,
+                    target, y_stride, sums + turn * _SUMS_BYTES, sums + (1 - turn) * _SUMS_BYTES, y_before,
+                    w, apart, stored, following, tile, min(per_turn, num_tiles - tile), fetch, space,
+                )  # fmt: skip
+                turn, y_before = 1 - turn, target
         finish_sums(sums + (1 - turn) * _SUMS_BYTES, y_before, y_stride)
         release_tiles()
 
