@@ -262,6 +262,39 @@ class Emitter:
                     rows[i + step] = self.b.shuffle_vector(x, y, ir.Constant(INT_VECTOR, high))
         return rows
 
+    def columns_of_shorts(self, addresses: list[ir.Value]) -> list[ir.Value]:
+        """Of 32 rows of 8 int16 in memory the 8 columns. Quarters of registers are put together on the way from memory,
+        so that what is left to exchange lies within them."""
+        b, quarter = self.b, ir.VectorType(I16, LANES // 2)
+
+        def joined(x: ir.Value, y: ir.Value) -> ir.Value:
+            count = x.type.count + y.type.count
+            return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, count), list(range(count))))
+
+        vectors = []
+        for first in (0, 4, 2, 6, 1, 5, 3, 7):  # each step takes from both halves: three of them leave 0 to 7
+            parts = [self.load(address, quarter, 2) for address in addresses[first :: LANES // 2]]
+            vectors.append(joined(joined(*parts[:2]), joined(*parts[2:])))
+        for step in (1, 2, 4):  # elements of a quarter that stay together
+            vectors = [b.bitcast(v, ir.VectorType(ir.IntType(16 * step), 2 * LANES // step)) for v in vectors]
+            vectors = self._interleaved(vectors, LANES // 2 // step)
+        return [b.bitcast(v, ir.VectorType(I16, 2 * LANES)) for v in vectors]
+
+    def _interleaved(self, vectors: list[ir.Value], per_quarter: int) -> list[ir.Value]:
+        """Of each vector of the first half and its like of the second the elements in turn, quarter by quarter: first
+        those of the lower halves of their quarters, then those of the upper."""
+        count, found = vectors[0].type.count, []
+        for x, y in zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :]):
+            for half in (0, per_quarter // 2):
+                order = [
+                    first + half + i + side * count
+                    for first in range(0, count, per_quarter)
+                    for i in range(per_quarter // 2)
+                    for side in (0, 1)
+                ]
+                found.append(self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, count), order)))
+        return found
+
 
 def void_intrinsic(argument_types: tuple[Any, ...], emit: Callable[..., None]) -> Any:
     """A numba function without result from emit(emitter, *values)."""

@@ -214,23 +214,24 @@ def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) ->
     head_bytes = head_dim * 4
 
     @named(name)
-    def row_offset(frame, unit, r):
-        """Bytes from the start of q (and of the result) to query row r of the unit."""
-        group = group_of(frame)
-        token = load_i64(unit, UNIT_TOKEN) + r // group
+    def token_offset(frame, unit, i):
+        """Bytes from the start of q (and of the result) to the rows of token i of the unit, which lie together."""
+        token = load_i64(unit, UNIT_TOKEN) + i
         if load_i64(unit, UNIT_MEMBERS) != 0:
-            token = load_i64(member_unit(unit, r // group), UNIT_TOKEN)
-        return (token * dim(arg(frame, ARG_Q), 1) + load_i64(unit, UNIT_HEAD) * group + r % group) * head_bytes
+            token = load_i64(member_unit(unit, i), UNIT_TOKEN)
+        return (token * dim(arg(frame, ARG_Q), 1) + load_i64(unit, UNIT_HEAD) * group_of(frame)) * head_bytes
 
     @named(name)
     def finish_unit(frame, unit, sums, states):
-        group = group_of(frame)
-        for r in range(load_i64(unit, UNIT_COUNT) * group):
-            sink = np.float32(MASKED)
-            if load_i32(attr(frame, ATTR_HAS_SINKS), 0) != 0:
-                sink = load_f32(data(arg(frame, ARG_SINKS)), 4 * (load_i64(unit, UNIT_HEAD) * group + r % group))
-            target = data(ret(frame, RET_OUT)) + row_offset(frame, unit, r)
-            finish_row(sums + r * head_bytes, states + 8 * r, sink, target)
+        group, sink = group_of(frame), np.float32(MASKED)
+        has_sinks, first = load_i32(attr(frame, ATTR_HAS_SINKS), 0) != 0, load_i64(unit, UNIT_HEAD) * group
+        for i in range(load_i64(unit, UNIT_COUNT)):
+            target = data(ret(frame, RET_OUT)) + token_offset(frame, unit, i)
+            for r in range(group):
+                if has_sinks:
+                    sink = load_f32(data(arg(frame, ARG_SINKS)), 4 * (first + r))
+                finish_row(sums, states, sink, target + r * head_bytes)
+                sums, states = sums + head_bytes, states + 8
 
     @named(name)
     def clear(rows, sums, states):
@@ -290,10 +291,12 @@ def _make_handler(name: str, head_dim: int, kind: str, kernel: SegmentKernel) ->
         part_states = states + align(unit_rows * 8)
         work = part_states + align(unit_rows * 8)
         unit = load_i64(item, ITEM_UNIT)
-        rows = load_i64(unit, UNIT_COUNT) * group_of(frame)
-        scale = load_f32(attr(frame, ATTR_SCALE), 0)
-        for r in range(rows):
-            scale_row(data(arg(frame, ARG_Q)) + row_offset(frame, unit, r), queries + r * head_bytes, scale)
+        group, scale = group_of(frame), load_f32(attr(frame, ATTR_SCALE), 0)
+        rows = load_i64(unit, UNIT_COUNT) * group
+        for i in range(load_i64(unit, UNIT_COUNT)):
+            source, target = data(arg(frame, ARG_Q)) + token_offset(frame, unit, i), queries + i * group * head_bytes
+            for r in range(group):
+                scale_row(source + r * head_bytes, target + r * head_bytes, scale)
         prepare(frame, unit, load_i64(item, ITEM_SEGMENT), queries, work)
         # Rows may share pages, so all of them wait for all writes.
         wait_for(plan_address + PLAN_WRITTEN, load_i64(plan_address, PLAN_NUM_WRITES))

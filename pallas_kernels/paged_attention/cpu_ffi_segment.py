@@ -362,10 +362,14 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
         blocks_end = work + work_bytes(rows)
         for block in range(work + blocks_at, blocks_end, block_bytes):
             clear_block(block + sums_at, block + states_at)
-        start = _first_tile(unit, index)
+        start, stop = _first_tile(unit, index), min((index + 1) * SEGMENT, end)
         find_groups(frame, unit, start, here)
-        for tile in range(start, min((index + 1) * SEGMENT, end), TILE):
-            find_groups(frame, unit, tile + TILE, ahead)
+        for tile in range(start, stop, TILE):
+            if following != 0 and tile + TILE >= stop:
+                next_unit = load_i64(following, ITEM_UNIT)
+                find_groups(frame, next_unit, _first_tile(next_unit, load_i64(following, ITEM_SEGMENT)), ahead)
+            else:
+                find_groups(frame, unit, tile + TILE, ahead)
             turn_values(here, ahead, to_values, first - tile, end - tile, work + zeros_at, values)
             fetched = ahead  # K and V of the next tile, with the first block
             for block in range(work + blocks_at, blocks_end, block_bytes):

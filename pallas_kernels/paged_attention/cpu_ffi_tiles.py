@@ -85,9 +85,7 @@ def make_turn_values(head_dim: int) -> Any:
     to_values     bytes from a token's K to its V
     zeros         as many zeros as a token's V has bytes
     """
-    row_bytes = 2 * head_dim
-    shorts = ir.VectorType(I16, STEP)
-    evens, odds = (ir.Constant(ir.VectorType(I32, STEP), list(range(odd, 2 * STEP, 2))) for odd in (0, 1))
+    row_bytes, chunk = 2 * head_dim, LANES // 2  # dims that a quarter of a register holds
 
     def emit(e: Emitter, keys, ahead, to_values, low, high, zeros, values) -> None:
         b = e.b
@@ -101,16 +99,12 @@ def make_turn_values(head_dim: int) -> Any:
                     is_inside = b.and_(b.icmp_signed(">=", token, low), b.icmp_signed("<", token, high))
                     rows.append(b.select(is_inside, e.at(group, i * row_bytes), zeros))
             target = b.add(values, b.mul(half, e.const(head_dim * LINE)))
-            with emit_loop(e, 0, head_dim, STEP) as (d, _):
-                offset = b.mul(d, e.const(2))
+            with emit_loop(e, 0, head_dim, chunk) as (d, _):
+                offset, lines = b.mul(d, e.const(2)), b.add(target, b.mul(d, e.const(LINE)))
+                for column, line in enumerate(e.columns_of_shorts([b.add(row, offset) for row in rows])):
+                    e.store(line, e.at(lines, LINE * column), LINE)
+            with emit_loop(e, 0, row_bytes, LINE) as (offset, _):
                 _fetch(e, [b.add(e.at(fetched, i * row_bytes), offset) for i in range(ROWS)])
-                pairs = [e.load(b.add(row, offset), INT_VECTOR, 2) for row in rows]
-                columns = [e.transpose(pairs[:ROWS]), e.transpose(pairs[ROWS:])]
-                lines = b.add(target, b.mul(d, e.const(LINE)))
-                for i, (left, right) in enumerate(zip(*columns)):
-                    both = b.bitcast(left, shorts), b.bitcast(right, shorts)
-                    for parity, index in enumerate((evens, odds)):
-                        e.store(b.shuffle_vector(*both, index), e.at(lines, LINE * (2 * i + parity)), LINE)
 
     return void_intrinsic((_INT,) * 7, emit)
 
