@@ -35,6 +35,7 @@ from jaxserve.pallas_kernels.matmul.api import linear
 from jaxserve.pallas_kernels.paged_attention.api import AttentionSpec
 from ragged_cases import Row, make_case
 from test_paged_attention import assert_right, run
+import test_rms_norm, test_rotary
 
 assert not has_wide_vectors()
 spec = AttentionSpec(6, 2, 32, 0.2, sliding_window=50, logit_softcap=5.0, has_sinks=True)
@@ -47,6 +48,8 @@ rounded = np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(np.float64)
 expected = rounded @ np.asarray(w).astype(np.float64).T
 out = jax.jit(lambda x, w: linear(x, w, backend="cpu_ffi"))(jnp.asarray(x), w)
 assert np.abs(np.asarray(out) - expected).max() < 1e-5 * np.abs(expected).max()
+test_rms_norm.TestAddRMSNorm().test_close_to_float64("cpu_ffi", 64, 1e-5)
+test_rotary.TestRotateHeads().test_close_to_float64("cpu_ffi", True, (4, 1, 96, 64))
 print("right")
 """
 

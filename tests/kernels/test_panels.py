@@ -1,0 +1,100 @@
+"""Products of many rows in tile registers: the bits of the kernel for few rows, whatever the form of the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cpu_marks import needs_tile_registers
+from jaxserve.pallas_kernels.matmul.api import gated_linear, input_dtype, linear
+from jaxserve.pallas_kernels.matmul.quantized import KINDS, DoubleWeight, JoinedWeight
+from quantized_weights import random_weight
+
+pytestmark = needs_tile_registers
+SHAPES = [(32, 32), (64, 96), (224, 64), (192, 576)]  # (outputs, inputs): down to one panel and one step
+
+
+def _x(rows: int, k: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(rows * 7919 + k).standard_normal((rows, k), np.float32))
+
+
+def _weight(kind: str, outputs: int, k: int):
+    if kind == "bfloat16":
+        return jnp.asarray(np.random.default_rng(outputs).standard_normal((outputs, k), np.float32), jnp.bfloat16)
+    return random_weight(kind, (outputs, k))[0]
+
+
+def _linear(x, w):
+    return np.asarray(jax.jit(lambda x, w: linear(x, w, backend="cpu_ffi"))(x, w))
+
+
+def _gated(x, w, activation="silu", dtype=jnp.float32):
+    product = jax.jit(lambda x, w: gated_linear(x, w, activation=activation, backend="cpu_ffi", dtype=dtype))
+    return np.asarray(product(x, w))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", *KINDS])
+@pytest.mark.parametrize(("outputs", "k"), SHAPES)
+class TestPanels:
+    @pytest.mark.parametrize("rows", [96, 128, 352])
+    def test_bits_of_few_rows(self, kind, outputs, k, rows):
+        from jaxserve.pallas_kernels.matmul.cpu_ffi_tiles import takes_panels
+
+        x, w = _x(rows, k), _weight(kind, outputs, k)
+        assert takes_panels(rows, w) and not takes_panels(48, w)
+        together = _linear(x, w)
+        assert together.dtype == np.float32
+        for first in range(0, rows, 48):
+            part = x[first : first + 48]
+            assert _linear(part, w).tobytes() == together[first : first + 48].tobytes()
+        # Rounded before it is handed over, x gives the same.
+        assert _linear(x.astype(jnp.bfloat16), w).tobytes() == together.tobytes()
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    def test_bits_of_few_rows_with_a_gate(self, kind, outputs, k, activation):
+        x, w = _x(128, k), _weight(kind, outputs, k)
+        together = _gated(x, w, activation)
+        for first, count in ((0, 48), (48, 17), (65, 1), (80, 48)):
+            assert _gated(x[first : first + count], w, activation).tobytes() == (
+                together[first : first + count].tobytes()
+            )
+        narrow = _gated(x, w, activation, jnp.bfloat16)
+        assert narrow.tobytes() == np.asarray(jnp.asarray(together).astype(jnp.bfloat16)).tobytes()
+
+
+def test_close_to_float64():
+    x, w = _x(256, 1536) / 30, _weight("bfloat16", 576, 1536)
+    exact = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(w).astype(np.float64).T
+    assert np.abs(_linear(x, w) - exact).max() <= 2e-6 * np.abs(exact).max()
+    gate, up = np.split(exact, 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    assert np.abs(_gated(x, w) - expected).max() <= 5e-6 * np.abs(expected).max()
+
+
+def test_what_is_no_number_stays_in_its_row():
+    x, w = np.array(_x(96, 64)), _weight("q4_1", 64, 64)
+    clean = _linear(jnp.asarray(x), w)
+    x[17, 5], x[40, 63] = np.nan, np.inf
+    found = _linear(jnp.asarray(x), w)
+    others = [row for row in range(96) if row not in (17, 40)]
+    assert np.isnan(found[17]).all() and not np.isfinite(found[40]).any()
+    assert found[others].tobytes() == clean[others].tobytes()
+
+
+def test_who_may_hand_over_bfloat16():
+    """Only where the product would begin with rounding to it."""
+    narrow, wide = _weight("bfloat16", 64, 64), jnp.zeros((64, 64), jnp.float32)
+    blocks = _weight("q4_1", 64, 64)
+    odd = _weight("bfloat16", 48, 64)  # not cut into panels
+
+    def allowed(w, rows=128, backend="cpu_ffi"):
+        return input_dtype(rows, w, backend=backend)
+
+    assert allowed(narrow) == allowed(blocks) == allowed(DoubleWeight(blocks, narrow)) == jnp.bfloat16
+    assert allowed(JoinedWeight((narrow, blocks))) == jnp.bfloat16
+    for w in (wide, odd, JoinedWeight((narrow, odd)), dataclasses.replace(blocks, expanded="float32")):
+        assert allowed(w) == jnp.float32
+    assert allowed(narrow, rows=64) == allowed(narrow, rows=100) == allowed(narrow, backend="xla") == jnp.float32
