@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import I64
-from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES, emit_pairs
+from jaxserve.pallas_kernels.cpu_ffi.tile_layout import LINE, ROWS, STEP, TILE_BYTES
 from jaxserve.pallas_kernels.cpu_ffi.tile_registers import W_TILES, X_TILES, Tiles
 from jaxserve.pallas_kernels.cpu_ffi.vectors import (
+    INT_VECTOR,
     LANES,
     LOCALITY_SECOND_CACHE,
     VECTOR,
@@ -51,7 +52,6 @@ def _make_emit_panel_tile(kind: str) -> Callable[..., None]:
     """emit(e, w, w_stride, i, k, target, space): the weights of ROWS outputs and STEP inputs, from i on, as a right
     matrix. space has SPACE_BYTES."""
     expand_tile = None if kind == "bfloat16" else make_expand_tile(kind)
-    halves = ir.VectorType(ir.IntType(16), LANES)
 
     def emit(e: Emitter, w, w_stride, i, k, target, space) -> None:
         b = e.b
@@ -60,8 +60,8 @@ def _make_emit_panel_tile(kind: str) -> Callable[..., None]:
             lines, stride = space, e.const(LINE)
             expand_tile(e, w, w_stride, i, k, lines, stride, e.at(space, TILE_BYTES))
         starts = [b.add(lines, b.mul(stride, e.const(row))) for row in range(ROWS)]
-        rows = [(e.load(start, halves, 2), e.load(e.at(start, LINE // 2), halves, 2)) for start in starts]
-        emit_pairs(e, rows, target)
+        for pair, line in enumerate(e.transpose([e.load(start, INT_VECTOR, 2) for start in starts])):
+            e.store(line, e.at(target, pair * LINE), LINE)
 
     return emit
 

@@ -65,6 +65,18 @@ class TestPanels:
         assert narrow.tobytes() == np.asarray(jnp.asarray(together).astype(jnp.bfloat16)).tobytes()
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "q4_1", "int8"])
+@pytest.mark.parametrize(("rows", "outputs", "k"), [(96, 64, 1024), (352, 1600, 1120), (128, 96, 4096)])
+def test_sums_wait_between_runs_of_inputs(kind, rows, outputs, k):
+    """Long rows are multiplied run by run; of the second shape an item has more outputs than wait at once."""
+    x, w = _x(rows, k) * 0.1, _weight(kind, outputs, k)
+    together, gated = _linear(x, w), _gated(x, w)
+    for first in range(0, rows, 32):
+        part = x[first : first + 32]
+        assert _linear(part, w).tobytes() == together[first : first + 32].tobytes()
+        assert _gated(part, w).tobytes() == gated[first : first + 32].tobytes()
+
+
 def test_close_to_float64():
     x, w = _x(256, 1536) / 30, _weight("bfloat16", 576, 1536)
     exact = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64) @ np.asarray(w).astype(np.float64).T
