@@ -69,10 +69,9 @@ class DecoderLayer(nnx.Module):
         self, norm: RMSNorm | None, x: jax.Array, change: jax.Array | None, then: nnx.Module
     ) -> tuple[jax.Array, jax.Array]:
         """x + change, and its norm in the type that the block `then` takes."""
-        if change is None:
+        if change is None or norm is None:
+            x = x if change is None else x + change
             return x, _apply(norm, x)
-        if norm is None:
-            return x + change, x + change
         dtype = then.input_dtype(x.shape[0]) if isinstance(then, (Attention, FeedForward)) else jnp.float32
         weight = norm.weight.get_value()
         return add_rms_norm(x, change, weight, eps=norm.eps, backend=self.matmul, dtype=dtype)
