@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxserve.models.attention import Attention
 from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -18,6 +17,8 @@ from jaxserve.pallas_kernels.pages import LayerSpec
 from jaxserve.pallas_kernels.ragged import RaggedBatch
 from jaxserve.pallas_kernels.rms_norm.api import add_rms_norm
 
+Block = Attention | MLAAttention | FeedForward | MoE
+
 
 class DecoderLayer(nnx.Module):
     """x + attention(x), then x + feed_forward(x), with norms where the configuration has them."""
@@ -25,7 +26,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, params: Parameters, prefix: str, config: ModelConfig, layer: LayerConfig, options: RuntimeOptions
     ) -> None:
-        self.matmul = options.matmul
+        self.backend = options.matmul
 
         def norm(slot: str, is_there: bool) -> RMSNorm | None:
             if not is_there:
@@ -66,15 +67,14 @@ class DecoderLayer(nnx.Module):
         return x, _apply(self.mlp_post_norm, out), pages
 
     def _add_and_norm(
-        self, norm: RMSNorm | None, x: jax.Array, change: jax.Array | None, then: nnx.Module
+        self, norm: RMSNorm | None, x: jax.Array, change: jax.Array | None, then: Block
     ) -> tuple[jax.Array, jax.Array]:
         """x + change, and its norm in the type that the block `then` takes."""
         if change is None or norm is None:
             x = x if change is None else x + change
             return x, _apply(norm, x)
-        dtype = then.input_dtype(x.shape[0]) if isinstance(then, (Attention, FeedForward)) else jnp.float32
-        weight = norm.weight.get_value()
-        return add_rms_norm(x, change, weight, eps=norm.eps, backend=self.matmul, dtype=dtype)
+        weight, dtype = norm.weight.get_value(), then.input_dtype(x.shape[0])
+        return add_rms_norm(x, change, weight, eps=norm.eps, backend=self.backend, dtype=dtype)
 
 
 class Decoder(nnx.Module):

@@ -18,8 +18,9 @@ from jaxserve.sharding.collectives import lookup_ids, sum_over_tensor
 class Linear(nnx.Module):
     """y = x W^T (+ b) with W [out, in]; several outputs that share an input are one product.
 
-    The weight stays in the compute dtype (or quantised); x and y are float32. splits_columns: under tensor parallelism
-    each device has part of the columns (and of x), and the parts of y are summed.
+    The weight stays in the compute dtype (or quantised); y is float32, and so is x unless `input_dtype` allows another
+    type. splits_columns: under tensor parallelism each device has part of the columns (and of x), and the parts of y
+    are summed.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -48,6 +50,10 @@ class MLAAttention(nnx.Module):
         self.out = Linear(
             params, (f"{prefix}.o",), (hidden,), heads * mla.value_head_dim, options=options, splits_columns=True
         )
+
+    def input_dtype(self, num_rows: int) -> Any:
+        """As Linear has it."""
+        return self.down.input_dtype(num_rows)
 
     def __call__(
         self, x: jax.Array, pages: jax.Array, batch: RaggedBatch, rotation: Rotation | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,10 @@ class MoE(nnx.Module):
         ids, weights = route(logits, self.moe, correction=correction)
         is_token = jnp.arange(x.shape[0]) < batch.query_start[-1]
         return jnp.where(is_token[:, None], ids, self.moe.num_experts), weights
+
+    def input_dtype(self, num_rows: int) -> Any:
+        """As Linear has it: the router does not round."""
+        return jnp.float32
 
     def __call__(self, x: jax.Array, batch: RaggedBatch) -> jax.Array:
         """x [T, H] -> [T, H] float32."""

@@ -210,6 +210,13 @@ class Emitter:
         (total, owner), *_ = work
         return [self.lane(total, owner.index(i)) for i in range(len(vectors))]
 
+    def rms_factor(self, squares: ir.Value, count: ir.Value, eps: ir.Value) -> ir.Value:
+        """1 / sqrt(mean + eps) in all lanes, of `count` squares, whose sum is spread over the lanes; eps is an address."""
+        b = self.b
+        mean = b.fdiv(self.sum_lanes(squares), b.sitofp(count, FLOAT))
+        root = b.call(self.function("llvm.sqrt.f32", FLOAT, [FLOAT]), [b.fadd(mean, self.load(eps, FLOAT))])
+        return self.splat(b.fdiv(ir.Constant(FLOAT, 1.0), root))
+
     def max_lanes(self, v: ir.Value) -> ir.Value:
         while v.type.count > 2:
             v = self.max(*self._halves(v))

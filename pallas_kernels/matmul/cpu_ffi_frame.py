@@ -1,6 +1,7 @@
 """What handlers of products with few rows share: reading the call, cutting the outputs into work items.
 
-Arguments are x [T, K] float32 and the weights w, one row of bytes or values per output; the result is y [T, N].
+Arguments are x [T, K] float32 (or as a handler says) and the weights w, one row of bytes or values per output; the
+result is y [T, N].
 """
 
 from __future__ import annotations

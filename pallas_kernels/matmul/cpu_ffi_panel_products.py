@@ -86,8 +86,9 @@ def make_product(kind: str, activation: str, rounds: bool) -> Any:
     space): two blocks of ROWS rows times the weights of a panel, which has `steps` times STEP inputs.
 
     x_line, x_step, x_block: bytes from row to row, from STEP values to the next and from block to block. Between runs
-    of inputs sums are `waiting`. Behind the last they go to y without an activation, else to `sums`; those of another
-    call, `before`, are finished to y_before unless that is 0. Rows of y are y_stride apart.
+    of inputs sums are `waiting`; is_first and is_last say which run this is. Behind the last they go to y without an
+    activation, else to `sums`; those of another call, `before`, are finished to y_before unless that is 0. Rows of y
+    are y_stride apart.
 
     Meanwhile, of the next panel, `count` tiles from the one with this number on are laid out to `following`, and those
     of the panel after it fetched unless after_w is 0. Of both w is where the first output's weights begin, first the

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
     F32,
@@ -63,7 +64,9 @@ from jaxserve.pallas_kernels.matmul.cpu_ffi_panel_products import (
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import PAIR
 from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
 
-MIN_ROWS = 96  # from which on turning the weights round costs less than turning the sums
+# From which on turning the weights round costs less than turning the sums. Three pairs of blocks at least: with fewer a
+# product would have to lay out more tiles of the next panel than it has steps.
+MIN_ROWS = 96
 ROW_MULTIPLE = PAIR * ROWS
 OUTPUT_MULTIPLE = PAIR * ROWS  # of the weight's rows, gate and factor counted apart
 _ITEM_BYTES = 65536  # weights in bfloat16 per work item, at least
@@ -85,8 +88,17 @@ def fits_panels(num_rows: int, w: jax.Array | QuantizedWeight) -> bool:
 def linear_panels(
     x: jax.Array, w: jax.Array | QuantizedWeight, activation: str = "", dtype: Any = jnp.float32
 ) -> jax.Array:
-    """x [T, K] float32 (rounded) or bfloat16 times w [N, K] -> [T, N] float32. With an activation it is that of
-    the product with the upper half of w times that with the lower: [T, N / 2] float32 or bfloat16."""
+    """x [T, K], rounded to bfloat16 unless it has that type, times w [N, K] -> [T, N] float32. With an activation it is
+    that of the product with the upper half of w times that with the lower: [T, N / 2] float32 or bfloat16.
+
+    Raises ValueError for another `dtype`.
+    """
+    allowed = (jnp.float32, jnp.bfloat16) if activation else (jnp.float32,)
+    if dtype not in allowed:
+        names = " or ".join(np.dtype(each).name for each in allowed)
+        raise ValueError(f"result of a product: got {np.dtype(dtype).name}; allowed: {names}")
+    if x.dtype != jnp.bfloat16:
+        x = x.astype(jnp.float32)
     is_dense = not isinstance(w, QuantizedWeight)
     handler = _handler("bfloat16" if is_dense else w.kind, activation, rounds=dtype == jnp.bfloat16)
     outputs = w.shape[0] // 2 if activation else w.shape[0]
@@ -158,7 +170,7 @@ def _make_handler(name: str, kind: str, activation: str, rounds: bool) -> tuple[
             return BAD_ARGUMENTS
         if k <= 0 or k % STEP != 0 or dim(w, 1) != (k if is_dense else stored):
             return BAD_ARGUMENTS
-        if rows <= 0 or rows % (PAIR * ROWS) != 0 or outputs % slab != 0 or outputs <= 0:
+        if rows < MIN_ROWS or rows % ROW_MULTIPLE != 0 or outputs % slab != 0 or outputs <= 0:
             return BAD_ARGUMENTS
         blocks = 0 if is_rounded(frame) else rows // ROWS
         threads = num_threads(frame)

@@ -14,7 +14,6 @@ import numpy as np
 from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     BF16,
     F32,
-    FLOAT,
     arg,
     data,
     dim,
@@ -26,7 +25,6 @@ from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, regis
 from jaxserve.pallas_kernels.cpu_ffi.row_items import first_row, free_rows, plan_rows
 from jaxserve.pallas_kernels.cpu_ffi.support import has_bf16_dot
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, VECTOR, Emitter, emit_loop, void_intrinsic
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
@@ -73,10 +71,7 @@ def _make_row(rounds: bool) -> Any:
                 value = b.fadd(e.load(b.add(x, place)), e.load(b.add(y, place)))
                 e.store(value, b.add(total, place))
                 b.store(e.fma(value, value, b.load(part)), part)
-        squares = e.sum_lanes(functools.reduce(b.fadd, [b.load(part) for part in parts]))
-        mean = b.fdiv(squares, b.sitofp(k, FLOAT))
-        root = b.call(e.function("llvm.sqrt.f32", FLOAT, [FLOAT]), [b.fadd(mean, e.load(eps, FLOAT))])
-        factor = e.splat(b.fdiv(ir.Constant(FLOAT, 1.0), root))
+        factor = e.rms_factor(functools.reduce(b.fadd, [b.load(part) for part in parts]), k, eps)
         with emit_loop(e, 0, b.mul(k, e.const(4)), 4 * LANES) as (offset, _):
             value = b.fmul(b.fmul(e.load(b.add(total, offset)), factor), e.load(b.add(weight, offset)))
             if rounds:

@@ -23,7 +23,14 @@ def rotate_heads(
     cos, sin      [T, R] float32: the first 2 R dimensions of a head turn, the others stay
     norm_weights  [D] each: queries and keys are normalised by head before (RMS norm with eps)
     backend       that of attention; cpu_ffi has a kernel for heads that vectors divide
+
+    Raises ValueError where shapes do not fit.
     """
+    if num_heads > qkv.shape[1] or (qkv.shape[1] - num_heads) % 2 or 2 * cos.shape[1] > qkv.shape[2]:
+        raise ValueError(
+            f"rotate_heads: got qkv {qkv.shape}, {num_heads} query heads and cos {cos.shape}; allowed: as many key as "
+            f"value heads beside them, and no more than half of a head for cos"
+        )
     if backend == "cpu_ffi" and qkv.shape[0]:
         # Loaded only here: it needs numba, which other platforms do without.
         from jaxserve.pallas_kernels.rotary import cpu_ffi

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.cpu_ffi.call_frame import F32, FLOAT, arg, data, dim, dtype, rank, ret
+from jaxserve.pallas_kernels.cpu_ffi.call_frame import F32, arg, data, dim, dtype, rank, ret
 from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, named, register_handler
 from jaxserve.pallas_kernels.cpu_ffi.row_items import first_row, free_rows, plan_rows
 from jaxserve.pallas_kernels.cpu_ffi.vectors import LANES, VECTOR, Emitter, emit_loop, void_intrinsic
@@ -61,9 +61,7 @@ def _make_rotate(normalises: bool) -> Any:
             with emit_loop(e, 0, end, 4 * LANES) as (offset, _):
                 value = e.load(b.add(x, offset))
                 b.store(e.fma(value, value, b.load(squares)), squares)
-            mean = b.fdiv(e.sum_lanes(b.load(squares)), b.sitofp(head_dim, FLOAT))
-            root = b.call(e.function("llvm.sqrt.f32", FLOAT, [FLOAT]), [b.fadd(mean, e.load(eps, FLOAT))])
-            factor = e.splat(b.fdiv(ir.Constant(FLOAT, 1.0), root))
+            factor = e.rms_factor(b.load(squares), head_dim, eps)
 
         def value_at(offset: ir.Value) -> ir.Value:
             value = e.load(b.add(x, offset))

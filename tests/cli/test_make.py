@@ -115,3 +115,13 @@ def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert script.read_text().strip().endswith("exec make test")
+
+
+def test_every_folder_of_code_is_a_package_that_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    places = sorted(((folder, name) for name, folder in listed["package-dir"].items()), reverse=True)
+    found = set()
+    for folder, name in places:
+        for path in (ROOT / folder).rglob("*.py"):
+            found.add(".".join([name, *path.parent.relative_to(ROOT / folder).parts]))
+    assert found == set(listed["packages"])

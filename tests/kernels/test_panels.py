@@ -66,15 +66,21 @@ class TestPanels:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "q4_1", "int8"])
-@pytest.mark.parametrize(("rows", "outputs", "k"), [(96, 64, 1024), (352, 1600, 1120), (128, 96, 4096)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "k"), [(96, 64, 1024), (352, 1600, 1120), (4224, 192, 800), (128, 96, 4096)]
+)
 def test_sums_wait_between_runs_of_inputs(kind, rows, outputs, k):
-    """Long rows are multiplied run by run; of the second shape an item has more outputs than wait at once."""
+    """Long rows are multiplied run by run; with very many of them, sums of one panel alone wait."""
     x, w = _x(rows, k) * 0.1, _weight(kind, outputs, k)
     together, gated = _linear(x, w), _gated(x, w)
-    for first in range(0, rows, 32):
+    for first in range(0, rows, max(rows // 11, 32)):
         part = x[first : first + 32]
         assert _linear(part, w).tobytes() == together[first : first + 32].tobytes()
         assert _gated(part, w).tobytes() == gated[first : first + 32].tobytes()
+    rounded = x.astype(jnp.bfloat16)
+    assert _linear(rounded, w).tobytes() == together.tobytes()
+    narrow = _gated(rounded, w, "silu", jnp.bfloat16)
+    assert narrow.tobytes() == np.asarray(jnp.asarray(gated).astype(jnp.bfloat16)).tobytes()
 
 
 def test_close_to_float64():
@@ -110,3 +116,46 @@ def test_who_may_hand_over_bfloat16():
     for w in (wide, odd, JoinedWeight((narrow, odd)), dataclasses.replace(blocks, expanded="float32")):
         assert allowed(w) == jnp.float32
     assert allowed(narrow, rows=64) == allowed(narrow, rows=100) == allowed(narrow, backend="xla") == jnp.float32
+
+
+def test_types():
+    from jaxserve.pallas_kernels.matmul.cpu_ffi_panels import linear_panels
+
+    x, w = _x(96, 64), _weight("bfloat16", 64, 64)
+    half = x.astype(jnp.float16)
+    assert _linear(half, w).tobytes() == _linear(half.astype(jnp.float32), w).tobytes()
+    with pytest.raises(ValueError, match="result of a product: got bfloat16; allowed: float32"):
+        linear_panels(x, w, "", jnp.bfloat16)
+    with pytest.raises(ValueError, match="result of a product: got float16; allowed: float32 or bfloat16"):
+        linear_panels(x, w, "silu", jnp.float16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unacceptable argument types or shapes"):
+        jax.block_until_ready(linear_panels(x[:64], w))  # more tiles to lay out than steps
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "q4_1"])
+def test_a_layer_has_the_bits_of_few_rows(kind):
+    """Norm, gate and products as a decoder has them: what is handed over in bfloat16 changes nothing."""
+    from jaxserve.models.contract import RuntimeOptions
+    from jaxserve.models.layers import FeedForward
+    from jaxserve.pallas_kernels.rms_norm.api import add_rms_norm
+
+    class Weights:
+        def matrix(self, slots, rows, columns):
+            return _weight(kind, sum(rows), columns)
+
+    options = RuntimeOptions(dtype="bfloat16", matmul="cpu_ffi")
+    mlp = FeedForward(Weights(), "mlp", 192, 320, activation="silu", has_bias=False, options=options)
+    norm = jnp.linspace(0.5, 1.5, 192)
+
+    @jax.jit
+    def layer(x, y):
+        dtype = mlp.input_dtype(x.shape[0])
+        assert dtype == (jnp.bfloat16 if x.shape[0] >= 96 else jnp.float32)
+        total, normed = add_rms_norm(x, y, norm, eps=1e-5, backend="cpu_ffi", dtype=dtype)
+        return total + mlp(normed)
+
+    x, y = _x(256, 192), _x(256, 192) * 0.5
+    together = np.asarray(layer(x, y))
+    for first in (0, 100, 224):
+        part = slice(first, first + 32)
+        assert np.asarray(layer(x[part], y[part])).tobytes() == together[part].tobytes()

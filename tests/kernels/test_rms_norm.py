@@ -79,12 +79,11 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(size):
 
 
 @needs_cpu_tiles
-@pytest.mark.parametrize("backend", ["xla", "cpu_ffi"])
-def test_in_bfloat16_it_is_the_same_rounded(backend):
+def test_in_bfloat16_it_is_the_same_rounded():
     for rows in (1, 9, 256):
         x, y, weight = _arrays(rows, 576)
-        normed = _compiled(backend)(x, y, weight)[1]
-        narrow = _compiled(backend, jnp.bfloat16)(x, y, weight)[1]
+        normed = _compiled("cpu_ffi")(x, y, weight)[1]
+        narrow = _compiled("cpu_ffi", jnp.bfloat16)(x, y, weight)[1]
         assert narrow.dtype == jnp.bfloat16
         assert np.asarray(narrow).tobytes() == np.asarray(normed.astype(jnp.bfloat16)).tobytes()
 

@@ -65,3 +65,13 @@ class TestRotateHeads:
             else:
                 for x, y in zip(part, together):
                     np.testing.assert_allclose(x, y[130 - count :], atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_that_do_not_fit_are_named(backend):
+    qkv, cos, sin = _arrays(2, 4, 2, 64, 64)
+    with pytest.raises(ValueError, match=r"rotate_heads: got qkv \(2, 8, 64\), 3 query heads"):
+        rotate_heads(qkv, cos, sin, num_heads=3, backend=backend)
+    wide = np.ones((2, 48), np.float32)
+    with pytest.raises(ValueError, match=r"cos \(2, 48\)"):
+        rotate_heads(qkv, wide, wide, num_heads=4, backend=backend)
