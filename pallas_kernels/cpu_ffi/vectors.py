@@ -211,7 +211,7 @@ class Emitter:
         return [self.lane(total, owner.index(i)) for i in range(len(vectors))]
 
     def rms_factor(self, squares: ir.Value, count: ir.Value, eps: ir.Value) -> ir.Value:
-        """1 / sqrt(mean + eps) in all lanes, of `count` squares, whose sum is spread over the lanes; eps is an address."""
+        """1 / sqrt(mean + eps) in all lanes, for a sum of `count` squares spread over the lanes; eps: an address."""
         b = self.b
         mean = b.fdiv(self.sum_lanes(squares), b.sitofp(count, FLOAT))
         root = b.call(self.function("llvm.sqrt.f32", FLOAT, [FLOAT]), [b.fadd(mean, self.load(eps, FLOAT))])
