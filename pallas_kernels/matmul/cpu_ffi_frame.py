@@ -23,7 +23,15 @@ from jaxserve.pallas_kernels.cpu_ffi.call_frame import (
     ret,
     store_i64,
 )
-from jaxserve.pallas_kernels.cpu_ffi.parallel import BAD_ARGUMENTS, NO_MEMORY, PLAN_HEAD, PLAN_ITEMS, PLAN_THREADS
+from jaxserve.pallas_kernels.cpu_ffi.parallel import (
+    BAD_ARGUMENTS,
+    NO_MEMORY,
+    PLAN_HEAD,
+    PLAN_ITEMS,
+    PLAN_THREADS,
+    named,
+)
+from jaxserve.pallas_kernels.matmul.quantized import BLOCK, block_bytes, tail_bytes
 
 OUTPUTS = 8  # an item's number of outputs is a multiple
 _X, _W = range(2)
@@ -112,6 +120,17 @@ def item_outputs(plan, i):
     """How many outputs item i has."""
     count = load_i64(plan, _PER_RUN) if i < load_i64(plan, PLAN_THREADS) else load_i64(plan, _PER_ITEM)
     return min(count, load_i64(plan, _OUTPUTS_AT) - first_output(plan, i))
+
+
+def make_stored_bytes(name: str, kind: str) -> Any:
+    """stored_bytes(frame): what the weights of an output take, quantised or "bfloat16"."""
+    block_size, tail = (2 * BLOCK, 0) if kind == "bfloat16" else (block_bytes(kind), tail_bytes(kind))
+
+    @named(name)
+    def stored_bytes(frame):
+        return num_inputs(frame) // BLOCK * block_size + tail
+
+    return stored_bytes
 
 
 @jit

@@ -62,7 +62,7 @@ from jaxserve.pallas_kernels.matmul.cpu_ffi_panel_products import (
     slab_outputs,
 )
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import PAIR
-from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
+from jaxserve.pallas_kernels.matmul.quantized import QuantizedWeight
 
 # From which on turning the weights round costs less than turning the sums. Three pairs of blocks at least: with fewer a
 # product would have to lay out more tiles of the next panel than it has steps.
@@ -121,13 +121,9 @@ def _make_handler(name: str, kind: str, activation: str, rounds: bool) -> tuple[
     product, finish_sums = make_product(kind, activation, rounds), make_finish(activation, rounds)
     is_dense = kind == "bfloat16"
     w_type, y_type = BF16 if is_dense else U8, BF16 if rounds else F32
-    block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
+    stored_bytes = frames.make_stored_bytes(name, kind)
     per_output, y_bytes = 2 if activation else 1, 2 if rounds else 4
     slab = slab_outputs(activation)
-
-    @named(name)
-    def stored_bytes(frame):
-        return frames.num_inputs(frame) // BLOCK * block_size + tail
 
     @named(name)
     def num_outputs(frame):

@@ -52,7 +52,7 @@ from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_products import (
     make_product_of_one,
 )
 from jaxserve.pallas_kernels.matmul.cpu_ffi_tile_weights import make_expand_tile
-from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes, tail_bytes
+from jaxserve.pallas_kernels.matmul.quantized import BLOCK, QuantizedWeight, block_bytes
 from numba import types
 
 _ITEM_BYTES = 65536  # weights in bfloat16 per work item, at least
@@ -258,11 +258,7 @@ def _make_handler(name: str, kind: str, activation: str, form: str) -> tuple[Any
     # Rows of w for each column of y; those of the second kind lie below all of the first.
     per_output = 2 if activation else 1
     w_type, slab = BF16 if is_dense else U8, PAIR * ROWS // per_output  # outputs computed together
-    block_size, tail = (2 * BLOCK, 0) if is_dense else (block_bytes(kind), tail_bytes(kind))
-
-    @named(name)
-    def stored_bytes(frame):
-        return frames.num_inputs(frame) // BLOCK * block_size + tail
+    block_size, stored_bytes = 2 * BLOCK if is_dense else block_bytes(kind), frames.make_stored_bytes(name, kind)
 
     @named(name)
     def num_outputs(frame):

@@ -229,10 +229,12 @@ def make_vector_kernel(head_dim: int, kind: str, block_vectors: int) -> SegmentK
     return SegmentKernel(1, work_bytes, prepare, segment, finish)
 
 
-def _make_find_groups(row_bytes: int) -> Any:
+def _make_find_groups(row_bytes: int) -> tuple[Any, Any]:
     """find_groups(frame, unit, start, addresses): of the K of each LANES tokens of a tile of context, in pages of a
     multiple of so many. Those outside the unit's context read the dummy page: their scores are masked, and their V is
-    not read."""
+    not read.
+    find_ahead(frame, unit, tile, stop, following, addresses): of the tile behind `tile`, or where that lies behind
+    `stop`, of the first of the item `following`, unless that is 0."""
 
     @named(f"r{row_bytes}")
     def find_groups(frame, unit, start, addresses):
@@ -244,7 +246,15 @@ def _make_find_groups(row_bytes: int) -> Any:
                 address += position % page_size * row_bytes
             store_i64(addresses, 8 * i, address)
 
-    return find_groups
+    @named(f"r{row_bytes}")
+    def find_ahead(frame, unit, tile, stop, following, addresses):
+        start = tile + TILE
+        if following != 0 and start >= stop:
+            unit = load_i64(following, ITEM_UNIT)
+            start = _first_tile(unit, load_i64(following, ITEM_SEGMENT))
+        find_groups(frame, unit, start, addresses)
+
+    return find_groups, find_ahead
 
 
 def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
@@ -254,7 +264,7 @@ def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
     row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
     load_keys, load_values = cpu_ffi_pairs.make_load_keys(head_dim), cpu_ffi_pairs.make_load_values(head_dim)
     split_row, begin_rows = cpu_ffi_pairs.make_split_row(head_dim), make_begin_rows(tag, head_dim)
-    find_groups = _make_find_groups(row_bytes)
+    find_groups, find_ahead = _make_find_groups(row_bytes)
     score_product = make_product(
         TILE // LANES, block_vectors, row_bytes, head_dim // 2, parts=(0, 2 * head_dim), tokens_together=LANES
     )
@@ -280,11 +290,7 @@ def make_pair_kernel(head_dim: int, block_vectors: int) -> SegmentKernel:
         start, stop = _first_tile(unit, index), min((index + 1) * SEGMENT, end)
         find_groups(frame, unit, start, here)
         for tile in range(start, stop, TILE):
-            if following != 0 and tile + TILE >= stop:
-                next_unit = load_i64(following, ITEM_UNIT)
-                find_groups(frame, next_unit, _first_tile(next_unit, load_i64(following, ITEM_SEGMENT)), ahead)
-            else:
-                find_groups(frame, unit, tile + TILE, ahead)
+            find_ahead(frame, unit, tile, stop, following, ahead)
             for i in range(cpu_ffi_pairs.GROUPS):
                 at, group = tile + i * LANES, load_i64(here, 8 * i)
                 if at < end and at + LANES > first:
@@ -319,7 +325,7 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
     add_values, clear_block = cpu_ffi_tiles.make_add_values(head_dim), cpu_ffi_tiles.make_clear_block(head_dim)
     store_block, fetch_tile = cpu_ffi_tiles.make_store_block(head_dim), cpu_ffi_tiles.make_fetch_tile(head_dim)
     row_bytes, head_bytes = 2 * head_dim, 4 * head_dim
-    find_groups = _make_find_groups(row_bytes)
+    find_groups, find_ahead = _make_find_groups(row_bytes)
     # The work space: addresses of keys, a token of zeros, scores and weights of a block, V turned round, the blocks.
     keys_at, zeros_at = (0, LINE), 2 * LINE
     scores_at = zeros_at + -(-row_bytes // LINE) * LINE
@@ -365,11 +371,7 @@ def make_tile_kernel(head_dim: int) -> SegmentKernel:
         start, stop = _first_tile(unit, index), min((index + 1) * SEGMENT, end)
         find_groups(frame, unit, start, here)
         for tile in range(start, stop, TILE):
-            if following != 0 and tile + TILE >= stop:
-                next_unit = load_i64(following, ITEM_UNIT)
-                find_groups(frame, next_unit, _first_tile(next_unit, load_i64(following, ITEM_SEGMENT)), ahead)
-            else:
-                find_groups(frame, unit, tile + TILE, ahead)
+            find_ahead(frame, unit, tile, stop, following, ahead)
             turn_values(here, ahead, to_values, first - tile, end - tile, work + zeros_at, values)
             fetched = ahead  # K and V of the next tile, with the first block
             for block in range(work + blocks_at, blocks_end, block_bytes):
